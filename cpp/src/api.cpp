@@ -69,14 +69,23 @@ fp4gemm_status_t fp4gemm_kernel_info(int index, fp4gemm_kernel_info_t* info) {
 
 int fp4gemm_select_kernel(int arch, int num_sms, int64_t m, int64_t n, int64_t k, int num_groups,
                           fp4gemm_ragged_t ragged, fp4gemm_dtype_t out_dtype, fp4gemm_format_t format_a,
-                          fp4gemm_format_t format_b, int batch_invariant, fp4gemm_activation_t activation) {
+                          fp4gemm_format_t format_b, int batch_invariant, int use_fast_accum,
+                          fp4gemm_activation_t activation) {
   bool const ragged_k = num_groups > 0 && ragged == FP4GEMM_RAGGED_K;
   using fp4gemm::Rules;
   bool const sound = num_sms > 0 && m >= 0 && m <= Rules::kMaxSize && n >= 0 && n <= Rules::kMaxSize &&
                      num_groups >= 0 && (k > 0 || (ragged_k && k == 0)) && k <= Rules::kMaxK;
-  fp4gemm::Selection const wanted{
-      m,         n,        k,        num_groups,           ragged,
-      out_dtype, format_a, format_b, batch_invariant != 0, fp4gemm::is_gated(activation)};
+  fp4gemm::Selection const wanted{m,
+                                  n,
+                                  k,
+                                  num_groups,
+                                  ragged,
+                                  out_dtype,
+                                  format_a,
+                                  format_b,
+                                  batch_invariant != 0,
+                                  fp4gemm::is_gated(activation),
+                                  use_fast_accum != 0};
   return sound ? fp4gemm::select_kernel(arch, num_sms, wanted) : -1;
 }
 

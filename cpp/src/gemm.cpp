@@ -35,7 +35,8 @@ struct Plan {
   size_t total_bytes = 0;
 };
 
-constexpr char const* kFormatNames[] = {"nvfp4", "fp16", "bf16", "prepacked", "fp32"};
+constexpr char const* kFormatNames[] = {"nvfp4", "fp16", "bf16",         "prepacked",
+                                        "fp32",  "e4m3", "prepacked_fp8"};
 
 /// The operand that is not NVFP4, for messages.
 fp4gemm_operand_t const& special_operand(GemmArgs const& args) {
@@ -52,13 +53,24 @@ fp4gemm_status_t select_kernel(GemmArgs const& args, int device, Plan* plan) {
   // NVFP4, it is NVFP4 for an NVFP4 B.
   Architecture const* const served = architecture_of(arch);
   bool const as_nvfp4 = served != nullptr && served->policy->has_fp4 && args.b.format == FP4GEMM_FORMAT_NVFP4;
-  Selection wanted{args.m,         args.n,        args.k,        args.num_groups,           args.ragged,
-                   args.out_dtype, args.a.format, args.b.format, args.batch_invariant != 0, is_gated(args)};
-  if (quantizes_a(args)) {
+  Selection wanted{args.m,
+                   args.n,
+                   args.k,
+                   args.num_groups,
+                   args.ragged,
+                   args.out_dtype,
+                   args.a.format,
+                   args.b.format,
+                   args.batch_invariant != 0,
+                   is_gated(args),
+                   args.use_fast_accum != 0};
+  if (quantizes_a_to_fp8(args)) {
+    wanted.format_a = FP4GEMM_FORMAT_E4M3;
+  } else if (quantizes_a(args)) {
     wanted.format_a = as_nvfp4 ? FP4GEMM_FORMAT_NVFP4 : FP4GEMM_FORMAT_FP16;
   }
   int index = select_kernel(arch, plan->device.num_sms, wanted);
-  if (index < 0 && quantizes_a(args)) {
+  if (index < 0 && quantizes_a(args) && !quantizes_a_to_fp8(args)) {
     wanted.format_a = FP4GEMM_FORMAT_NVFP4;
     index = select_kernel(arch, plan->device.num_sms, wanted);
   }
@@ -71,7 +83,14 @@ fp4gemm_status_t select_kernel(GemmArgs const& args, int device, Plan* plan) {
                 "out_dtype: is fp32, must be bf16 or fp16 with the gated activation %s",
                 activation_name(args));
   }
+  bool const is_fp8 = wanted.format_a == FP4GEMM_FORMAT_E4M3;
   wanted.format_a = wanted.format_b = FP4GEMM_FORMAT_NVFP4;
+  if (is_fp8 && select_kernel(arch, plan->device.num_sms, wanted) >= 0) {
+    return fail(FP4GEMM_ERROR_NOT_SUPPORTED,
+                "a: is e4m3, must be nvfp4 for the kernels of device %d, whose compute capability is %d.%d; "
+                "only kernels for 9.0 multiply FP8 tokens by NVFP4 weights",
+                device, arch / 10, arch % 10);
+  }
   if (select_kernel(arch, plan->device.num_sms, wanted) >= 0) {
     return fail(FP4GEMM_ERROR_NOT_SUPPORTED,
                 "%s: format is %s, must be nvfp4 for the kernels of device %d, whose compute capability is "
@@ -173,8 +192,9 @@ void plan_a(GemmArgs const& args, int device, Plan* plan) {
     return bytes;
   };
   bool const codes = plan->quantize_a && plan->format_a == FP4GEMM_FORMAT_NVFP4;
+  bool const fp8 = plan->quantize_a && plan->format_a == FP4GEMM_FORMAT_E4M3;
   if (plan->decode_a || plan->quantize_a) {
-    plan->scale_a_offset = take(args.m * args.k * 2 / (codes ? 4 : 1));
+    plan->scale_a_offset = take(args.m * args.k * 2 / (codes ? 4 : fp8 ? 2 : 1));
   }
   if (plan->quantize_a) {
     int64_t const scale_rows =
@@ -195,7 +215,9 @@ fp4gemm_status_t make_plan(GemmArgs const& args, int device, Plan* plan) {
   }
   Operands const operands = plan->kernel->operands;
   plan->format_a = args.a.format;
-  if (quantizes_a(args)) {
+  if (quantizes_a_to_fp8(args)) {
+    plan->format_a = FP4GEMM_FORMAT_E4M3;
+  } else if (quantizes_a(args)) {
     plan->format_a = operands == Operands::kNvfp4 ? FP4GEMM_FORMAT_NVFP4 : FP4GEMM_FORMAT_FP16;
   }
   if (!accepts(operands, plan->format_a, args.b.format)) {
@@ -203,7 +225,7 @@ fp4gemm_status_t make_plan(GemmArgs const& args, int device, Plan* plan) {
                 plan->kernel->info.name, plan->kernel->info.operand, kFormatNames[plan->format_a],
                 kFormatNames[args.b.format]);
   }
-  if (is_ragged_k(args) && operands == Operands::kPrepacked) {
+  if (is_ragged_k(args) && is_prepacked(operands)) {
     return fail(FP4GEMM_ERROR_NOT_SUPPORTED, "kernel: %s does not support groups that are ragged in k",
                 plan->kernel->info.name);
   }
@@ -218,8 +240,9 @@ fp4gemm_status_t make_plan(GemmArgs const& args, int device, Plan* plan) {
   if (plan->decode_b) {
     plan->kernel_offset += decoded_bytes(num_b(args) * args.n, args.k);
   } else if (plan->prepack_b) {
-    plan->kernel_offset +=
-        round_up(num_b(args) * fp4gemm_prepacked_bytes(args.n, args.k), Rules::kWorkspaceBytes);
+    int64_t const bytes = operands == Operands::kPrepackedFp8 ? fp4gemm_prepacked_fp8_bytes(args.n, args.k)
+                                                              : fp4gemm_prepacked_bytes(args.n, args.k);
+    plan->kernel_offset += round_up(num_b(args) * bytes, Rules::kWorkspaceBytes);
   }
   plan->total_bytes =
       plan->kernel_offset + plan->kernel->workspace_bytes(problem_of(args, *plan, nullptr, device));
@@ -235,9 +258,12 @@ fp4gemm_status_t quantize_a(GemmArgs const& args, Plan const& plan, char* worksp
   quantize.x = args.a.data;
   quantize.x_row_stride = a_row_stride(args);
   quantize.x_dtype = a_dtype(args);
-  quantize.scaling = args.quantize_a == FP4GEMM_QUANTIZE_A_ROW ? FP4GEMM_SCALING_ROW : FP4GEMM_SCALING_TENSOR;
+  quantize.scaling =
+      args.quantize_a == FP4GEMM_QUANTIZE_A_TENSOR ? FP4GEMM_SCALING_TENSOR : FP4GEMM_SCALING_ROW;
   if (plan.format_a == FP4GEMM_FORMAT_FP16) {
     quantize.row.decoded = workspace;
+  } else if (plan.format_a == FP4GEMM_FORMAT_E4M3) {
+    quantize.row.fp8 = reinterpret_cast<uint8_t*>(workspace);
   } else {
     quantize.row.codes = reinterpret_cast<uint8_t*>(workspace);
     quantize.row.scales = reinterpret_cast<uint8_t*>(workspace + plan.scale_a_offset);
@@ -275,8 +301,10 @@ fp4gemm_status_t convert_operands(GemmArgs const& args, Plan const& plan, char* 
     FP4GEMM_TRY(launch_decode(a, b, args.k, plan.device, stream));
   }
   if (plan.prepack_b) {
-    return launch_prepack(static_cast<int>(num_b(args)), args.n, args.k, args.b.data, args.b.scales,
-                          workspace + plan.b_offset, stream);
+    auto* const prepack =
+        plan.kernel->operands == Operands::kPrepackedFp8 ? launch_prepack_fp8 : launch_prepack;
+    return prepack(static_cast<int>(num_b(args)), args.n, args.k, args.b.data, args.b.scales,
+                   workspace + plan.b_offset, stream);
   }
   return FP4GEMM_SUCCESS;
 }

@@ -16,8 +16,10 @@ fp4gemm_status_t check_format_of_a(GemmArgs const& args) {
                   static_cast<int>(a));
     return FP4GEMM_SUCCESS;
   }
-  FP4GEMM_CHECK(a == FP4GEMM_FORMAT_NVFP4 || a == FP4GEMM_FORMAT_FP16 || a == FP4GEMM_FORMAT_BF16,
-                "a: format is %d, must be FP4GEMM_FORMAT_NVFP4, FP4GEMM_FORMAT_FP16 or FP4GEMM_FORMAT_BF16",
+  FP4GEMM_CHECK(a == FP4GEMM_FORMAT_NVFP4 || a == FP4GEMM_FORMAT_FP16 || a == FP4GEMM_FORMAT_BF16 ||
+                    a == FP4GEMM_FORMAT_E4M3,
+                "a: format is %d, must be FP4GEMM_FORMAT_NVFP4, FP4GEMM_FORMAT_FP16, FP4GEMM_FORMAT_BF16 or "
+                "FP4GEMM_FORMAT_E4M3",
                 static_cast<int>(a));
   FP4GEMM_CHECK(a != FP4GEMM_FORMAT_BF16 || args.b.format != FP4GEMM_FORMAT_FP16,
                 "b: format is FP4GEMM_FORMAT_FP16, must be FP4GEMM_FORMAT_NVFP4 or FP4GEMM_FORMAT_PREPACKED "
@@ -25,14 +27,40 @@ fp4gemm_status_t check_format_of_a(GemmArgs const& args) {
   return FP4GEMM_SUCCESS;
 }
 
+/// FP8 tokens have weights prepacked for them, or NVFP4 ones, and nothing else has such weights.
+fp4gemm_status_t check_fp8(GemmArgs const& args) {
+  fp4gemm_format_t const b = args.b.format;
+  if (!multiplies_fp8(args)) {
+    FP4GEMM_CHECK(b != FP4GEMM_FORMAT_PREPACKED_FP8,
+                  "b: format is FP4GEMM_FORMAT_PREPACKED_FP8, must be another unless a is e4m3 or quantize_a "
+                  "is FP4GEMM_QUANTIZE_A_FP8");
+    FP4GEMM_CHECK(args.use_fast_accum == 0,
+                  "use_fast_accum: is %d, must be 0 unless a is e4m3 or quantize_a is FP4GEMM_QUANTIZE_A_FP8",
+                  args.use_fast_accum);
+    return FP4GEMM_SUCCESS;
+  }
+  FP4GEMM_CHECK(
+      b == FP4GEMM_FORMAT_NVFP4 || b == FP4GEMM_FORMAT_PREPACKED_FP8,
+      "b: format is %d, must be FP4GEMM_FORMAT_NVFP4 or FP4GEMM_FORMAT_PREPACKED_FP8 with a in e4m3",
+      static_cast<int>(b));
+  FP4GEMM_CHECK(!is_ragged_k(args), "a: is e4m3, must be another format for groups that are ragged in k");
+  FP4GEMM_CHECK(args.k % Rules::kFp8K == 0, "k: is %lld, must be a multiple of %d with a in e4m3", ll(args.k),
+                Rules::kFp8K);
+  FP4GEMM_CHECK(args.use_fast_accum == 0 || args.use_fast_accum == 1, "use_fast_accum: is %d, must be 0 or 1",
+                args.use_fast_accum);
+  return FP4GEMM_SUCCESS;
+}
+
 fp4gemm_status_t check_formats(GemmArgs const& args) {
   fp4gemm_format_t const a = args.a.format;
   fp4gemm_format_t const b = args.b.format;
   FP4GEMM_TRY(check_format_of_a(args));
-  FP4GEMM_CHECK(
-      b == FP4GEMM_FORMAT_NVFP4 || b == FP4GEMM_FORMAT_FP16 || b == FP4GEMM_FORMAT_PREPACKED,
-      "b: format is %d, must be FP4GEMM_FORMAT_NVFP4, FP4GEMM_FORMAT_FP16 or FP4GEMM_FORMAT_PREPACKED",
-      static_cast<int>(b));
+  FP4GEMM_CHECK(b == FP4GEMM_FORMAT_NVFP4 || b == FP4GEMM_FORMAT_FP16 || b == FP4GEMM_FORMAT_PREPACKED ||
+                    b == FP4GEMM_FORMAT_PREPACKED_FP8,
+                "b: format is %d, must be FP4GEMM_FORMAT_NVFP4, FP4GEMM_FORMAT_FP16, "
+                "FP4GEMM_FORMAT_PREPACKED or FP4GEMM_FORMAT_PREPACKED_FP8",
+                static_cast<int>(b));
+  FP4GEMM_TRY(check_fp8(args));
   FP4GEMM_CHECK(
       !is_ragged_k(args) || (a != FP4GEMM_FORMAT_BF16 && b != FP4GEMM_FORMAT_PREPACKED),
       "%s: format is %d, must be FP4GEMM_FORMAT_NVFP4 or FP4GEMM_FORMAT_FP16 for groups that are ragged in k",
@@ -42,11 +70,13 @@ fp4gemm_status_t check_formats(GemmArgs const& args) {
 
 /// Checks quantize_a and the fields that belong to it, except for pointers.
 fp4gemm_status_t check_quantization(GemmArgs const& args) {
-  FP4GEMM_CHECK(args.quantize_a >= FP4GEMM_QUANTIZE_A_NONE && args.quantize_a <= FP4GEMM_QUANTIZE_A_TENSOR,
+  FP4GEMM_CHECK(args.quantize_a >= FP4GEMM_QUANTIZE_A_NONE && args.quantize_a <= FP4GEMM_QUANTIZE_A_FP8,
                 "quantize_a: is %d, must be a fp4gemm_quantize_a_t", static_cast<int>(args.quantize_a));
-  FP4GEMM_CHECK(args.a_rows == nullptr || args.quantize_a == FP4GEMM_QUANTIZE_A_ROW,
-                "a_rows: is %p, must be null unless quantize_a is FP4GEMM_QUANTIZE_A_ROW",
-                static_cast<void const*>(args.a_rows));
+  FP4GEMM_CHECK(
+      args.a_rows == nullptr || args.quantize_a == FP4GEMM_QUANTIZE_A_ROW || quantizes_a_to_fp8(args),
+      "a_rows: is %p, must be null unless quantize_a is FP4GEMM_QUANTIZE_A_ROW or "
+      "FP4GEMM_QUANTIZE_A_FP8",
+      static_cast<void const*>(args.a_rows));
   if (args.a_rows == nullptr) {
     FP4GEMM_CHECK(args.a_num_rows == 0, "a_num_rows: is %lld, must be 0 without a_rows", ll(args.a_num_rows));
   } else {

@@ -16,6 +16,11 @@ inline bool is_gated(GemmArgs const& args) { return is_gated(args.activation); }
 inline int64_t columns_of_d(GemmArgs const& args) { return is_gated(args) ? args.n / 2 : args.n; }
 inline int64_t num_d(GemmArgs const& args) { return is_ragged_k(args) ? args.num_groups : 1; }
 inline bool quantizes_a(GemmArgs const& args) { return args.quantize_a != FP4GEMM_QUANTIZE_A_NONE; }
+inline bool quantizes_a_to_fp8(GemmArgs const& args) { return args.quantize_a == FP4GEMM_QUANTIZE_A_FP8; }
+/// Whether the call multiplies FP8 tokens.
+inline bool multiplies_fp8(GemmArgs const& args) {
+  return quantizes_a_to_fp8(args) || args.a.format == FP4GEMM_FORMAT_E4M3;
+}
 inline int64_t a_row_stride(GemmArgs const& args) {
   return args.a_row_stride > 0 ? args.a_row_stride : args.k;
 }

@@ -50,23 +50,27 @@ enum class Operands {
   kFp16,           // both fp16; NVFP4 operands are decoded first
   kPrepacked,      // A as for kFp16; B prepacked; an NVFP4 B is prepacked first
   kPrepackedBf16,  // A bf16; B as for kPrepacked
+  kPrepackedFp8,   // A e4m3; B prepacked for FP8; an NVFP4 B is prepacked first
 };
 
 /// True if a kernel can be given operands in these formats, after a conversion or without.
 constexpr bool accepts(Operands operands, fp4gemm_format_t a, fp4gemm_format_t b) {
   bool const nvfp4_or_fp16 = a == FP4GEMM_FORMAT_NVFP4 || a == FP4GEMM_FORMAT_FP16;
   bool const prepackable = b == FP4GEMM_FORMAT_NVFP4 || b == FP4GEMM_FORMAT_PREPACKED;
+  bool const prepackable_fp8 = b == FP4GEMM_FORMAT_NVFP4 || b == FP4GEMM_FORMAT_PREPACKED_FP8;
   switch (operands) {
     case Operands::kNvfp4: return a == FP4GEMM_FORMAT_NVFP4 && b == FP4GEMM_FORMAT_NVFP4;
     case Operands::kFp16: return nvfp4_or_fp16 && (b == FP4GEMM_FORMAT_NVFP4 || b == FP4GEMM_FORMAT_FP16);
     case Operands::kPrepacked: return nvfp4_or_fp16 && prepackable;
     case Operands::kPrepackedBf16: return a == FP4GEMM_FORMAT_BF16 && prepackable;
+    case Operands::kPrepackedFp8: return a == FP4GEMM_FORMAT_E4M3 && prepackable_fp8;
   }
   return false;
 }
 
 constexpr bool is_prepacked(Operands operands) {
-  return operands == Operands::kPrepacked || operands == Operands::kPrepackedBf16;
+  return operands == Operands::kPrepacked || operands == Operands::kPrepackedBf16 ||
+         operands == Operands::kPrepackedFp8;
 }
 
 struct MeasuredFigures;  // figures.hpp
@@ -74,6 +78,7 @@ struct MeasuredFigures;  // figures.hpp
 struct Kernel {
   fp4gemm_kernel_info_t info;
   Operands operands;
+  bool fast_accum;  // of e4m3: the sums stay in the accumulators of the tensor cores
   bool is_grouped;
   bool is_gated;
   MeasuredFigures const* figures;  // measured, for the cost model; null: it derives the time from the tile

@@ -64,6 +64,7 @@ struct KernelTraits {
   fp4gemm_dtype_t out_dtype;
   char const* out_name;
   Operands operands;
+  bool fast_accum = false;
 
   constexpr char const* mode() const { return is_grouped ? "grouped" : "dense"; }
 
@@ -73,6 +74,7 @@ struct KernelTraits {
       case Operands::kFp16: return "fp16";
       case Operands::kPrepacked: return "prepacked";
       case Operands::kPrepackedBf16: return "prepacked_bf16";
+      case Operands::kPrepackedFp8: return "prepacked_fp8";
     }
     return "";
   }
@@ -81,6 +83,7 @@ struct KernelTraits {
     switch (operands) {
       case Operands::kPrepacked: return "_prepacked_";
       case Operands::kPrepackedBf16: return "_prepacked_bf16_";
+      case Operands::kPrepackedFp8: return fast_accum ? "_prepacked_fp8_fast_" : "_prepacked_fp8_";
       default: return is_swapped ? "_swapped_" : "_";
     }
   }
@@ -101,6 +104,7 @@ constexpr Kernel make_row(MeasuredFigures const* figures = nullptr) {
   return {{Impl::kName.text, t.mode(), t.epilogue, t.arch, t.tile_m, t.tile_n, t.tile_k, t.cluster_m,
            t.cluster_n, t.out_dtype, t.operand_name(), t.is_swapped},
           t.operands,
+          t.fast_accum,
           t.is_grouped,
           t.is_gated,
           figures,

@@ -55,6 +55,13 @@ fp4gemm_status_t launch_prepack(int, int64_t, int64_t, void const*, void const*,
 fp4gemm_status_t launch_unprepack(int, int64_t, int64_t, void const*, void*, void*, fp4gemm_stream_t) {
   return no_cuda();
 }
+fp4gemm_status_t launch_prepack_fp8(int, int64_t, int64_t, void const*, void const*, void*,
+                                    fp4gemm_stream_t) {
+  return no_cuda();
+}
+fp4gemm_status_t launch_unprepack_fp8(int, int64_t, int64_t, void const*, void*, void*, fp4gemm_stream_t) {
+  return no_cuda();
+}
 fp4gemm_status_t launch_route(fp4gemm_route_args_t const&, DeviceProperties const&, void*, fp4gemm_stream_t) {
   return no_cuda();
 }

@@ -34,7 +34,18 @@ struct PrepackedLaunch {
   using Epilogue = cutlass_evt::epilogue::ColumnsEpilogue;
   using Kernel = cutlass_evt::MixedInputKernel<Config, Epilogue, Quantizer>;
   using Params = typename Kernel::Params;
-  static constexpr bool kIsBf16 = std::is_same<typename Config::Element, cutlass::bfloat16_t>::value;
+  using Element = typename Config::Element;
+  using Packing = typename Config::Packing;
+
+  /// What the kernel reads, and the type of the tokens in its tensor map.
+  static constexpr Operands kOperands =
+      std::is_same<Element, cutlass::bfloat16_t>::value     ? Operands::kPrepackedBf16
+      : std::is_same<Element, cutlass::float_e4m3_t>::value ? Operands::kPrepackedFp8
+                                                            : Operands::kPrepacked;
+  static constexpr CUtensorMapDataType kTokenType =
+      kOperands == Operands::kPrepackedBf16  ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+      : kOperands == Operands::kPrepackedFp8 ? CU_TENSOR_MAP_DATA_TYPE_UINT8
+                                             : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
 
   /// CTA tiles along the rows of B.
   static int64_t row_tiles(Problem const& p) { return cute::ceil_div(p.n, int64_t{Config::kRows}); }
@@ -74,25 +85,25 @@ struct PrepackedLaunch {
     return args;
   }
 
-  /// Encodes the tensor map of the tokens, in the form that MixedInputOperands describes: (64, m, k / 64)
-  /// if k is a multiple of 64, so that one copy loads several chunks of k; otherwise (k, m). Returns false if
-  /// the driver refuses.
+  /// Encodes the tensor map of the tokens, in the form that MixedInputOperands describes: (kDepth, m, k /
+  /// kDepth) if k is a multiple of kDepth, so that one copy loads several chunks of k; otherwise (k, m).
+  /// Returns false if the driver refuses.
   static bool describe_tokens(Problem const& p, CUtensorMap* map) {
     using Mainloop = typename Kernel::Mainloop;
-    constexpr int kDepth = cutlass_evt::Nvfp4Packing::kDepth;
+    constexpr int kDepth = Packing::kDepth;
+    constexpr cuuint64_t kBytes = sizeof(Element);
     bool const whole = p.k % kDepth == 0;
     auto const k = static_cast<cuuint64_t>(p.k);
     auto const m = static_cast<cuuint64_t>(p.m);
     cuuint64_t const sizes[3] = {whole ? kDepth : k, m, whole ? k / kDepth : 1};
-    cuuint64_t const strides[2] = {2 * k, whole ? 2 * kDepth : 2 * k * m};  // bytes
+    cuuint64_t const strides[2] = {kBytes * k, whole ? kBytes * kDepth : kBytes * k * m};  // bytes
     cuuint32_t const box[3] = {kDepth, Mainloop::kLoadTokens,
                                static_cast<cuuint32_t>(whole ? Mainloop::kLoadChunks : 1)};
     cuuint32_t const steps[3] = {1, 1, 1};
-    return cutlass_evt::encode_tensor_map(
-               map, kIsBf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 3,
-               const_cast<void*>(p.a), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-               CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-               CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+    return cutlass_evt::encode_tensor_map(map, kTokenType, 3, const_cast<void*>(p.a), sizes, strides, box,
+                                          steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                          CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                                          CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
   }
 
   /// Launches the kernel. The workspace has num_ctas(p) areas of partial sums, as many flags, and the counter
@@ -100,7 +111,6 @@ struct PrepackedLaunch {
   /// `name` is that of the row in the table, for errors.
   static fp4gemm_status_t launch(char const* name, Problem const& p, fp4gemm_dtype_t out, void* workspace,
                                  fp4gemm_stream_t stream) {
-    using Packing = cutlass_evt::Nvfp4Packing;
     int const grid = num_ctas(p);
     // The kernel keeps column and token numbers, up to the end of the last tile, and tile numbers, up to one
     // more for each CTA, in 32 bits.
@@ -115,8 +125,8 @@ struct PrepackedLaunch {
     params.weights_are_fresh = p.b_is_fresh;
     params.n = static_cast<int>(p.n);
     params.groups = {static_cast<int>(p.m), p.num_groups > 0 ? p.num_groups : 1, p.offs};
-    params.operands = {static_cast<int>(Packing::chunks_of(p.n)), static_cast<int>(Packing::chunks_of(p.k)),
-                       p.k % Packing::kDepth == 0};
+    params.operands = {static_cast<int>(Packing::row_chunks(p.n)),
+                       static_cast<int>(Packing::depth_chunks(p.k)), p.k % Packing::kDepth == 0};
     auto const ceil_div = [](int64_t a, int64_t b) { return static_cast<int>(cute::ceil_div(a, b)); };
     params.row_tiles = cutlass::FastDivmod(ceil_div(p.n, Config::kRows * Config::kCluster));
     params.steps = cutlass::FastDivmod(ceil_div(params.operands.depth_chunks, Config::kChunks));
@@ -170,7 +180,8 @@ struct PrepackedImpl {
                                         kIsGated ? "gated" : "rowcol",
                                         OutType<Out>::kId,
                                         OutType<Out>::kName,
-                                        Launch::kIsBf16 ? Operands::kPrepackedBf16 : Operands::kPrepacked};
+                                        Launch::kOperands,
+                                        Launch::kOperands == Operands::kPrepackedFp8 && !Config::kPromotes};
   static constexpr NameBuilder kName = kTraits.name();
 
   static size_t workspace_bytes(Problem const& p) { return Launch::workspace_bytes(p); }

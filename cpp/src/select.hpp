@@ -16,11 +16,12 @@ struct Selection {
   fp4gemm_format_t format_a, format_b;
   bool batch_invariant;  // select without regard to m
   bool is_gated;
+  bool use_fast_accum;  // of e4m3: sums may stay in the accumulators of the tensor cores
 
   bool operator==(Selection const& other) const {
     auto const fields = [](Selection const& s) {
       return std::tie(s.m, s.n, s.k, s.num_groups, s.ragged, s.out_dtype, s.format_a, s.format_b,
-                      s.batch_invariant, s.is_gated);
+                      s.batch_invariant, s.is_gated, s.use_fast_accum);
     };
     return fields(*this) == fields(other);
   }

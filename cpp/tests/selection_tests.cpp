@@ -40,13 +40,18 @@ struct Formats {
   /// True if a kernel that reads `operand` can be given these formats, after a conversion or without.
   bool suit(char const* operand) const {
     bool const prepackable = b == FP4GEMM_FORMAT_NVFP4 || b == FP4GEMM_FORMAT_PREPACKED;
+    if (a == FP4GEMM_FORMAT_E4M3 || b == FP4GEMM_FORMAT_PREPACKED_FP8) {
+      return std::strcmp(operand, "prepacked_fp8") == 0 && a == FP4GEMM_FORMAT_E4M3 &&
+             (b == FP4GEMM_FORMAT_NVFP4 || b == FP4GEMM_FORMAT_PREPACKED_FP8);
+    }
     if (std::strcmp(operand, "nvfp4") == 0) {
       return a == FP4GEMM_FORMAT_NVFP4 && b == FP4GEMM_FORMAT_NVFP4;
     }
     if (std::strcmp(operand, "fp16") == 0) {
       return a != FP4GEMM_FORMAT_BF16 && b != FP4GEMM_FORMAT_PREPACKED;
     }
-    return prepackable && (std::strcmp(operand, "prepacked_bf16") == 0) == (a == FP4GEMM_FORMAT_BF16);
+    bool const is_bf16 = std::strcmp(operand, "prepacked_bf16") == 0;
+    return prepackable && std::strcmp(operand, "prepacked_fp8") != 0 && is_bf16 == (a == FP4GEMM_FORMAT_BF16);
   }
 };
 
@@ -59,7 +64,9 @@ constexpr Formats kFormatPairs[] = {kNvfp4,
                                     {FP4GEMM_FORMAT_NVFP4, FP4GEMM_FORMAT_PREPACKED},
                                     {FP4GEMM_FORMAT_BF16, FP4GEMM_FORMAT_PREPACKED},
                                     {FP4GEMM_FORMAT_BF16, FP4GEMM_FORMAT_NVFP4},
-                                    {FP4GEMM_FORMAT_FP16, FP4GEMM_FORMAT_NVFP4}};
+                                    {FP4GEMM_FORMAT_FP16, FP4GEMM_FORMAT_NVFP4},
+                                    {FP4GEMM_FORMAT_E4M3, FP4GEMM_FORMAT_PREPACKED_FP8},
+                                    {FP4GEMM_FORMAT_E4M3, FP4GEMM_FORMAT_NVFP4}};
 
 struct Wanted {
   int arch, num_sms;
@@ -73,7 +80,7 @@ struct Wanted {
 
   int select() const {
     return fp4gemm_select_kernel(arch, num_sms, m, n, k, num_groups, ragged, dtype, formats.a, formats.b,
-                                 batch_invariant, activation);
+                                 batch_invariant, /*use_fast_accum=*/0, activation);
   }
 };
 

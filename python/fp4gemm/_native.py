@@ -56,7 +56,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "fp4gemm_kernel_info": (_INT, [_INT, ctypes.POINTER(CKernelInfo)]),
     "fp4gemm_select_kernel": (
         _INT,
-        [_INT, _INT, _INT64, _INT64, _INT64, _INT, _INT, _INT, _INT, _INT, _INT, _INT],
+        [_INT, _INT, _INT64, _INT64, _INT64, *[_INT] * 8],
     ),
     "fp4gemm_quantize_supported": (_INT, [_INT]),
     "fp4gemm_last_error": (_TEXT, []),

@@ -59,7 +59,7 @@ def mm(a: Left, b: Right, **terms: Unpack[GemmTerms]) -> Tensor:
         batch_invariant: True selects the kernel by n and k alone, so that the bits of a row of D do not
             depend on the number of rows beside it.
         use_fast_accum: only with an FP8Tensor a. True keeps the sums over k in the accumulators of the tensor
-            cores, which have few bits; False adds them to float32 sums every 128 of k or oftener. The CPU
+            cores, which have few bits; False adds them to float32 sums every 256 of k or oftener. The CPU
             gives the same bits for both.
         kernel: the name of a kernel from :func:`fp4gemm.kernels`; None selects one by the sizes.
 

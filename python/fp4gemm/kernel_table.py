@@ -174,6 +174,7 @@ def select_kernel(
     format_b: Format = "nvfp4",
     batch_invariant: bool = False,
     activation: str | None = None,
+    use_fast_accum: bool = False,
 ) -> KernelInfo | None:
     """The kernel that a call of these sizes would get, or None where no kernel serves it; needs no device.
 
@@ -187,7 +188,7 @@ def select_kernel(
         format_a, format_b: how the operands are stored: "nvfp4"; "fp16" (decoded or, for a, never quantized);
             "bf16" (a only: never quantized); "e4m3" (a only: FP8 tokens); "prepacked" (b only);
             "prepacked_fp8" (b only, beside "e4m3").
-        batch_invariant, activation: as for mm.
+        batch_invariant, activation, use_fast_accum: as for mm.
 
     Raises:
         TypeError, ValueError: ragged, out_dtype, a format or activation has another value.
@@ -208,6 +209,7 @@ def select_kernel(
         _FORMAT_NUMBERS[format_a],
         _FORMAT_NUMBERS[format_b],
         int(batch_invariant),
+        int(use_fast_accum),
         activations.of_name(activation).number,
     )
     return None if index < 0 else _table()[index]

@@ -1,4 +1,4 @@
-// The mixed-input kernel, of fp16 or bf16 tokens and prepacked NVFP4 weights: one persistent,
+// The mixed-input kernel, of fp16, bf16 or e4m3 tokens and prepacked NVFP4 weights: one persistent,
 // warp-specialised kernel for dense and grouped products, from one token to thousands. It serves SM90 and
 // SM120, whose entry points are in sm90_nvfp4.hpp and sm120_nvfp4.hpp.
 //
@@ -263,7 +263,7 @@ struct MixedInputKernel {
         present[r] = row < coord.rows.size && columns.any();
         CUTLASS_PRAGMA_UNROLL
         for (int j = 0; j < kColumns; ++j) {
-          sums[r][j] *= static_cast<float>(1 << Nvfp4Packing::kExponent);
+          sums[r][j] *= static_cast<float>(1 << Config::Packing::kExponent);
         }
       }
       columns.store(p.epilogue, rows, present, by_row, sums);
@@ -321,6 +321,12 @@ struct MixedInputKernel {
       }
       __syncwarp();
     }
+    if constexpr (Config::Packing::kTableBytes > 0) {
+      if (!is_producer) {
+        Mainloop::Raw::make_table(shared.decoder_at());
+        consumer_barrier<Config>();  // the table is complete for all consumers
+      }
+    }
     // The previous kernel may have written the group ends: nothing of a grouped product is read before this.
     if (!is_dense(p)) {
       asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -341,7 +347,7 @@ struct MixedInputKernel {
         __syncthreads();
       }
       if constexpr (Config::kMovesRegisters) {
-        cutlass::arch::warpgroup_reg_dealloc<56>();
+        cutlass::arch::warpgroup_reg_dealloc<Config::kProducerRegisters>();
       }
       if (warp == Config::kConsumerWarps && cute::elect_one_sync()) {
         MixedInputPlan const plan = is_dense(p) ? p.plan : plan_of_groups(p, shared);
@@ -353,7 +359,7 @@ struct MixedInputKernel {
       }
     } else {
       if constexpr (Config::kMovesRegisters) {
-        cutlass::arch::warpgroup_reg_alloc<224>();
+        cutlass::arch::warpgroup_reg_alloc<Config::kConsumerRegisters>();
       }
       if constexpr (Config::kQuantizes) {
         bool const has_work = cta < p.plan.active;

@@ -76,11 +76,12 @@ struct MixedInputDirectEpilogue {
 
     CUTLASS_PRAGMA_UNROLL
     for (int slice = 0; slice < kSlices; ++slice) {
-      // The buffers alternate, so that one barrier for each slice suffices: a thread that writes slice s has
+      // Two buffers alternate, so that one barrier for each slice suffices: a thread that writes slice s has
       // passed the barrier of slice s - 1, and before that every thread had read slice s - 2.
       if (slice > 0 && slice * kSliceTokens >= tokens) {
         return;
       }
+      sync_single_buffer(slice);
       uint32_t const buffer = static_cast<uint32_t>(slice % Config::kDirectBuffers * kSliceTokens * 128);
       uint32_t packed[kSliceTokens / 8][2];
       if constexpr (kHasC) {
@@ -183,6 +184,7 @@ struct MixedInputDirectEpilogue {
       if (slice > 0 && slice * kSliceTokens >= tokens) {
         return;
       }
+      sync_single_buffer(slice);
       float sums[kSums];
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kSlices; ++i) {
@@ -233,7 +235,7 @@ struct MixedInputDirectEpilogue {
   }
 
  private:
-  static constexpr float kScale = static_cast<float>(1 << Nvfp4Packing::kExponent);
+  static constexpr float kScale = static_cast<float>(1 << Config::Packing::kExponent);
 
   /// The vectors of the two columns of a thread.
   CUTLASS_DEVICE static typename Epilogue::TwoColumns two_columns(float const* vectors, int thread,
@@ -247,6 +249,15 @@ struct MixedInputDirectEpilogue {
     }
     columns.alpha = alpha;
     return columns;
+  }
+
+  /// Where there is one buffer for all slices: every thread has read the slice before.
+  CUTLASS_DEVICE static void sync_single_buffer(int slice) {
+    if constexpr (Config::kDirectBuffers == 1 && kSlices > 1) {
+      if (slice > 0) {
+        sync();
+      }
+    }
   }
 
   /// A barrier among the 128 threads of the warpgroup: named barriers 2 and up, one for each.

@@ -182,7 +182,15 @@ struct MixedInputGroups {
                                                    cutlass::FastDivmod const& row_tiles, int tile) {
     int token_tile;
     TileCoord coord;
-    row_tiles(token_tile, coord.row_tile, tile);
+    if constexpr (Config::kTogether > 1) {
+      int const all = Config::kTogether * row_tiles.divisor;
+      int const first = tile / all * Config::kTogether;
+      int const wide = cute::min(int{Config::kTogether}, token_tiles(p.m) - first);
+      coord.row_tile = tile % all / wide;
+      token_tile = first + tile % all % wide;
+    } else {
+      row_tiles(token_tile, coord.row_tile, tile);
+    }
     coord.group = 0;
     coord.rows = {0, p.m};
     coord.token = token_tile * Config::kTokens;

@@ -19,6 +19,7 @@
 #include "cutlass/arch/barrier.h"
 #include "cutlass/arch/reg_reconfig.h"
 #include "cutlass/bfloat16.h"
+#include "cutlass/float8.h"
 #include "cutlass/gemm/collective/collective_builder.hpp"
 #include "cutlass/half.h"
 #include "cutlass_evt/mainloop/mixed_input_config.hpp"
@@ -26,44 +27,145 @@
 
 namespace cutlass_evt {
 
-/// Decodes one word of eight codes to a thread's registers of an m64k16 operand (m16k16 for a warp). `scales`
-/// are those of rows r and r + 8 as scale_bits gives them. The result is the weight times 2^-7: the bits that
-/// pair_bits extracts are the values times 2^-14, and the scales are multiplied by 2^7. So all but the
-/// smallest products are normal numbers, which the tensor cores align more precisely than subnormal ones.
+/// The encoded weights of one thread in one chunk, and how it decodes them to the registers of four operands.
+/// An operand is a thread's part of m64k16 for fp16 and bf16 and of m64k32 for e4m3 (m16k16 and m16k32 for a
+/// warp), which is four registers in each case.
 ///
-/// Element is the type of the operand, fp16 or bf16.
+/// Element is the type of the tokens and of the operand. The members are
+///   Constants             what decoding needs beside the weights, the same for the whole mainloop
+///   codes_at, scales_at   the offsets of the thread's codes and scales in a chunk
+///   load                  loads them from these addresses in shared memory
+///   look_up               between load and decode: loads what the table of the decoder has for the scales
+///   decode                a = the registers of the k-th operand
 template <class Element>
-struct Nvfp4Decoder;
+struct MixedInputRaw;
 
+/// fp16: the result is the weight times 2^-7. The bits that pair_bits extracts are the values times 2^-14,
+/// and the scales are multiplied by 2^7. So all but the smallest products are normal numbers, which the
+/// tensor cores align more precisely than subnormal ones.
 template <>
-struct Nvfp4Decoder<cutlass::half_t> {
-  CUTLASS_DEVICE static void decode(uint32_t word, uint32_t scales, Nvfp4Shifts const& shifts,
-                                    uint32_t (&a)[4]) {
-    __half2 const upper = __low2half2(reinterpret_cast<__half2 const&>(scales));
-    __half2 const lower = __high2half2(reinterpret_cast<__half2 const&>(scales));
+struct MixedInputRaw<cutlass::half_t> {
+  using Packing = Nvfp4Packing;
+  using Constants = Nvfp4Shifts;
+
+  uint32_t words[4];   // one for each 16 along k
+  uint32_t scales[2];  // of rows r and r + 8, each for two blocks of 16 along k
+
+  CUTLASS_DEVICE static uint32_t codes_at(uint32_t thread) { return thread * 16; }
+  CUTLASS_DEVICE static uint32_t scales_at(uint32_t thread) { return Packing::kCodeBytes + thread / 4 * 8; }
+
+  CUTLASS_DEVICE void load(uint32_t codes_at, uint32_t scales_at) {
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                 : "r"(codes_at)
+                 : "memory");
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
+                 : "=r"(scales[0]), "=r"(scales[1])
+                 : "r"(scales_at)
+                 : "memory");
+  }
+
+  CUTLASS_DEVICE void look_up(uint32_t /*table*/) {}
+
+  CUTLASS_DEVICE void decode(int k, Constants const& shifts, uint32_t (&a)[4]) const {
+    uint32_t const bits_of_scales = Packing::scale_bits(scales[k / 2], k);
+    __half2 const upper = __low2half2(reinterpret_cast<__half2 const&>(bits_of_scales));
+    __half2 const lower = __high2half2(reinterpret_cast<__half2 const&>(bits_of_scales));
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < 4; ++i) {
-      uint32_t const bits = Nvfp4Packing::pair_bits(word, i, shifts);
+      uint32_t const bits = Packing::pair_bits(words[k], i, shifts);
       __half2 const product = __hmul2(reinterpret_cast<__half2 const&>(bits), i % 2 == 0 ? upper : lower);
       a[i] = reinterpret_cast<uint32_t const&>(product);
     }
   }
 };
 
-/// The fp16 operand, converted. bf16 has fewer significant bits than fp16, but more than the six of a
+/// bf16: the fp16 operand, converted. bf16 has fewer significant bits than fp16, but more than the six of a
 /// product. To move the bits of the codes to where bf16 has them needs as many instructions, most of them on
 /// the ALU pipe.
 template <>
-struct Nvfp4Decoder<cutlass::bfloat16_t> {
-  CUTLASS_DEVICE static void decode(uint32_t word, uint32_t scales, Nvfp4Shifts const& shifts,
-                                    uint32_t (&a)[4]) {
+struct MixedInputRaw<cutlass::bfloat16_t> : MixedInputRaw<cutlass::half_t> {
+  CUTLASS_DEVICE void decode(int k, Constants const& shifts, uint32_t (&a)[4]) const {
     uint32_t half[4];
-    Nvfp4Decoder<cutlass::half_t>::decode(word, scales, shifts, half);
+    MixedInputRaw<cutlass::half_t>::decode(k, shifts, half);
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < 4; ++i) {
       float2 const wide = __half22float2(reinterpret_cast<__half2 const&>(half[i]));
       __nv_bfloat162 const narrow = __float22bfloat162_rn(wide);
       a[i] = reinterpret_cast<uint32_t const&>(narrow);
+    }
+  }
+};
+
+/// e4m3: the result is e4m3(value * scale / 8), from the table of Nvfp4Fp8Packing. A chunk has two blocks of
+/// 16 along k in each of the thread's two rows.
+template <>
+struct MixedInputRaw<cutlass::float_e4m3_t> {
+  using Packing = Nvfp4Fp8Packing;
+  struct Constants {};
+
+  uint32_t words[2][4];          // of each 64 along k: two words of row r, two of row r + 8
+  uint32_t scales;               // all four
+  uint32_t magnitudes[2][2][2];  // of each 64 along k and row: the eight bytes of the table's entry
+
+  CUTLASS_DEVICE static uint32_t codes_at(uint32_t thread) { return thread * 16; }
+  CUTLASS_DEVICE static uint32_t scales_at(uint32_t thread) { return Packing::kCodeBytes + thread * 4; }
+
+  /// Writes the table; every consumer thread calls this, and a barrier follows. The largest operand is e4m3(6
+  /// * 448 / 8) = 336, and the scale with code 127 is NaN.
+  CUTLASS_DEVICE static void make_table(uint32_t table) {
+    uint32_t const scale = threadIdx.x;
+    if (scale < 128) {
+      float const s = static_cast<float>(cutlass::float_e4m3_t::bitcast(static_cast<uint8_t>(scale)));
+      constexpr float kEighths[8] = {0.0f, 0.0625f, 0.125f, 0.1875f, 0.25f, 0.375f, 0.5f, 0.75f};
+      uint32_t bytes[2] = {};
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < 8; ++i) {
+        uint32_t const byte = cutlass::float_e4m3_t(kEighths[i] * s).storage;
+        bytes[i / 4] |= byte << (i % 4 * 8);
+      }
+      asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(table + scale * 8), "r"(bytes[0]), "r"(bytes[1])
+                   : "memory");
+    }
+  }
+
+  CUTLASS_DEVICE void load(uint32_t codes_at, uint32_t scales_at) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int half = 0; half < 2; ++half) {
+      uint32_t (&w)[4] = words[half];
+      asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3])
+                   : "r"(codes_at + half * (Packing::kCodeBytes / 2))
+                   : "memory");
+    }
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(scales) : "r"(scales_at) : "memory");
+  }
+
+  CUTLASS_DEVICE void look_up(uint32_t table) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int half = 0; half < 2; ++half) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int row = 0; row < 2; ++row) {
+        // The table is at a multiple of its size, and the scale is in the word eight times, in bits 9..3.
+        uint32_t const at = (scales >> (Packing::scale_shift(half, row) - 3) & 0x3F8u) | table;
+        uint32_t (&entry)[2] = magnitudes[half][row];
+        asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
+                     : "=r"(entry[0]), "=r"(entry[1])
+                     : "r"(at)
+                     : "memory");
+      }
+    }
+  }
+
+  /// Operands 0 and 1 are of the first 64 along k, from the first and the second word of each row.
+  CUTLASS_DEVICE void decode(int k, Constants const&, uint32_t (&a)[4]) const {
+    CUTLASS_PRAGMA_UNROLL
+    for (int row = 0; row < 2; ++row) {
+      uint32_t const word = words[k / 2][2 * row + k % 2];
+      uint32_t const(&entry)[2] = magnitudes[k / 2][row];
+      uint32_t const selectors = word & 0x77777777u;
+      a[row] = __byte_perm(entry[0], entry[1], selectors) | (word & 0x80808080u);
+      a[2 + row] = __byte_perm(entry[0], entry[1], selectors >> 16) | (word << 4 & 0x80808080u);
     }
   }
 };
@@ -78,13 +180,13 @@ struct TileWork {
   int begin, end;
 };
 
-/// The sizes of the operands in chunks of 64, and the form of the tokens' tensor map.
+/// The sizes of the operands in chunks, and the form of the tokens' tensor map.
 struct MixedInputOperands {
   int row_chunks;
   int depth_chunks;
-  /// True if k is a multiple of 64: the tensor map then has the shape (64, tokens, k / 64), and one load
-  /// fetches all chunks of a stage. Otherwise its shape is (k, tokens, 1) and each chunk is a load of its
-  /// own, whose elements beyond k are filled with zeros.
+  /// True if k has whole chunks of `depth`: the tensor map then has the shape (depth, tokens, k / depth), and
+  /// one load fetches all chunks of a stage. Otherwise its shape is (k, tokens, 1) and each chunk is a load
+  /// of its own, whose elements beyond k are filled with zeros.
   bool whole_chunks;
 };
 
@@ -99,6 +201,8 @@ struct MixedInputMainloop {
   using Shared = MixedInputShared<Config>;
   using Position = RingPosition<Config::kStages>;
   using Element = typename Config::Element;
+  using Packing = typename Config::Packing;
+  using Raw = MixedInputRaw<Element>;
 
   // ---- the producer: one thread ----
 
@@ -123,28 +227,28 @@ struct MixedInputMainloop {
           groups_(cute::max(0, cute::min(int{Config::kRowGroups}, p.row_chunks - work.first_chunk))),
           token_(work.token + (kSharesChunks ? 0 : rank * kLoadTokens)),
           tokens_(work.tokens),
-          row_stride_(int64_t{p.depth_chunks} * Nvfp4Packing::kChunkBytes),
+          row_stride_(int64_t{p.depth_chunks} * Packing::kChunkBytes),
           weights_(work.weights + work.first_chunk * row_stride_) {}
 
     /// Announces all bytes of the stage, weights and tokens, to its full mbarrier, and requests the weights.
     /// Tokens that other CTAs of the cluster multicast here are among these bytes.
     CUTLASS_DEVICE void weights(int stage, int step) const {
       int const chunks = cute::min(int{Config::kChunks}, depth_chunks_ - step * Config::kChunks);
-      int const weight_bytes = chunks * Nvfp4Packing::kChunkBytes;
+      int const weight_bytes = chunks * Packing::kChunkBytes;
       int const token_bytes =
           Config::kQuantizes ? 0 : (whole_chunks_ ? int{Config::kChunks} : chunks) * tokens_ * 128;
       uint32_t const full = shared_.full_at(stage);
       asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(full),
                    "r"(groups_ * weight_bytes + token_bytes)
                    : "memory");
-      uint8_t const* from = weights_ + int64_t{step} * (Config::kChunks * Nvfp4Packing::kChunkBytes);
+      uint8_t const* from = weights_ + int64_t{step} * (Config::kChunks * Packing::kChunkBytes);
       uint32_t to = shared_.weights_at(stage);
       CUTLASS_PRAGMA_UNROLL
       for (int g = 0; g < Config::kRowGroups; ++g) {
         if (g < groups_) {
           copy(to, from, weight_bytes, full);
         }
-        to += Config::kChunks * Nvfp4Packing::kChunkBytes;
+        to += Config::kChunks * Packing::kChunkBytes;
         from += row_stride_;
       }
     }
@@ -170,7 +274,7 @@ struct MixedInputMainloop {
         CUTLASS_PRAGMA_NO_UNROLL
         for (int t = 0; t < tokens_; t += Config::kLeastTokens) {
           load(to + static_cast<uint32_t>(c * Config::kTokenChunkBytes + t * Config::kChunks * 128),
-               (first + c) * Nvfp4Packing::kDepth, token_ + t, 0, stage);
+               (first + c) * Packing::kDepth, token_ + t, 0, stage);
         }
       }
     }
@@ -278,28 +382,6 @@ struct MixedInputMainloop {
     }
   }
 
-  /// The encoded weights of one thread in one chunk: 16 bytes of codes and two words of scales.
-  struct Raw {
-    uint32_t words[4];   // one for each 16 along k
-    uint32_t scales[2];  // of rows r and r + 8, each for two blocks of 16 along k
-
-    CUTLASS_DEVICE void load(uint32_t codes_at, uint32_t scales_at) {
-      asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
-                   : "r"(codes_at)
-                   : "memory");
-      asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
-                   : "=r"(scales[0]), "=r"(scales[1])
-                   : "r"(scales_at)
-                   : "memory");
-    }
-
-    /// a = the registers of the operand for the k-th 16 along k.
-    CUTLASS_DEVICE void decode(int k, Nvfp4Shifts const& shifts, uint32_t (&a)[4]) const {
-      Nvfp4Decoder<Element>::decode(words[k], Nvfp4Packing::scale_bits(scales[k / 2], k), shifts, a);
-    }
-  };
-
   /// The addresses of this thread's codes and scales in the first chunk of a stage.
   struct Share {
     uint32_t codes_at, scales_at;
@@ -307,14 +389,14 @@ struct MixedInputMainloop {
     CUTLASS_DEVICE Share(Shared const& shared, int first_chunk) {
       uint32_t const thread = threadIdx.x % 128;
       uint32_t const chunk_at =
-          shared.weights_at(0) + static_cast<uint32_t>(first_chunk * Nvfp4Packing::kChunkBytes);
-      codes_at = chunk_at + thread * 16;
-      scales_at = chunk_at + Nvfp4Packing::kCodeBytes + thread / 4 * 8;
+          shared.weights_at(0) + static_cast<uint32_t>(first_chunk * Packing::kChunkBytes);
+      codes_at = chunk_at + Raw::codes_at(thread);
+      scales_at = chunk_at + Raw::scales_at(thread);
     }
 
     CUTLASS_DEVICE void load(Raw& raw, int stage, int chunk) const {
       uint32_t const offset =
-          static_cast<uint32_t>(stage * Config::kWeightBytes + chunk * Nvfp4Packing::kChunkBytes);
+          static_cast<uint32_t>(stage * Config::kWeightBytes + chunk * Packing::kChunkBytes);
       raw.load(codes_at + offset, scales_at + offset);
     }
   };

@@ -7,8 +7,8 @@
 
 namespace cutlass_evt {
 
-/// The consumers with mma.sync m16n8k16. Config is a MixedInputConfig without kUsesWgmma. A warp has 16
-/// weight rows, and all tokens of the tile as blocks of eight.
+/// The consumers with mma.sync m16n8k16, of fp16 and bf16. Config is a MixedInputConfig without kUsesWgmma. A
+/// warp has 16 weight rows, and all tokens of the tile as blocks of eight.
 ///
 /// On SM90 an mma.sync keeps its scheduler from issuing anything else for six clocks, and decoding one
 /// operand takes 14 instructions. These two bound the time of a chunk, so the loop has little else in it. On
@@ -174,21 +174,21 @@ struct MixedInputWgmmaMultiply {
   using Position = typename Mainloop::Position;
   using Raw = typename Mainloop::Raw;
   using Element = typename Config::Element;
+  using Packing = typename Config::Packing;
   using SmemLayoutAtom = cute::GMMA::Layout_K_SW128_Atom<Element>;
-  // The tokens of a stage: (tokens, 64 along k, chunks). Where a block of tokens is one swizzle atom, the
+  // The tokens of a stage: (tokens, k of a chunk, chunks). Where a block of tokens is one swizzle atom, the
   // chunks of a block follow one another, and the next block follows them.
   using SmemLayout = decltype(cute::tile_to_shape(
       SmemLayoutAtom{},
-      cute::make_shape(cute::Int<Config::kTokens>{}, cute::Int<Nvfp4Packing::kDepth>{},
+      cute::make_shape(cute::Int<Config::kTokens>{}, cute::Int<Packing::kDepth>{},
                        cute::Int<Config::kChunks>{}),
       cute::conditional_t<Config::kLeastTokens == 8, cute::Step<cute::_3, cute::_1, cute::_2>,
                           cute::Step<cute::_1, cute::_2, cute::_3>>{}));
   template <int Tokens>
   using TiledMma = decltype(cute::make_tiled_mma(
-      cute::GMMA::rs_op_selector<
-          Element, Element, float,
-          cute::Shape<cute::Int<64>, cute::Int<Tokens>, cute::Int<Nvfp4Packing::kDepth>>,
-          cute::GMMA::Major::K, cute::GMMA::Major::K>()));
+      cute::GMMA::rs_op_selector<Element, Element, float,
+                                 cute::Shape<cute::Int<64>, cute::Int<Tokens>, cute::Int<Packing::kDepth>>,
+                                 cute::GMMA::Major::K, cute::GMMA::Major::K>()));
   static_assert(
       cute::size<1>(typename TiledMma<Config::kTokens>::AtomShape_MNK{}) == Config::kTokens,
       "CuTe selects a wgmma of fewer columns, unless CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED is defined");
@@ -239,55 +239,84 @@ struct MixedInputWgmmaMultiply {
     uint64_t const descriptor = first_descriptor(shared) +
                                 static_cast<uint64_t>(depth_group * (kPer * Config::kTokenChunkBytes / 16));
     auto accumulate = GMMA::ScaleOut::Zero;
-    auto const fragment_layout = make_layout(make_shape(Shape<_2, _2, _2>{}, _1{}, _4{}));
+    auto const fragment_layout =
+        make_layout(make_shape(Shape<Int<4 / sizeof(Element)>, _2, _2>{}, _1{}, _4{}));
     Tensor fragment_0 = make_tensor<Element>(fragment_layout);
     Tensor fragment_1 = make_tensor<Element>(fragment_layout);
+    constexpr bool kInPairs = Config::kPromotes && !Config::kAlternates;
+    constexpr int kPartTokens = cute::min(Most, Config::kPartTokens);
+    static_assert(!Config::kPromotes || Most % kPartTokens == 0, "a promoted tile has whole parts");
+    Fragment<kPartTokens> part_sums[Config::kAlternates ? 2 : 1];
+    if constexpr (Config::kPromotes) {
+      clear(accumulators);
+    }
+    if constexpr (Config::kAlternates) {
+      clear(part_sums[1]);  // what the first group finds in place of the sums before it
+    }
 
     typename Mainloop::Share const share(shared, row_group * Config::kChunks + depth_group * kPer);
 
-    Nvfp4Shifts shifts;
+    typename Raw::Constants constants;
     // Where the ALU pipe bounds the decoding, shifts become multiplications, which another pipe executes,
     // because the compiler does not know that blockIdx.z is 0.
-    if constexpr (!Config::kSharesRows) {
+    if constexpr (!Config::kSharesRows && sizeof(Element) == 2) {
       uint32_t const zero = blockIdx.z;
-      shifts.by_3 += zero;
-      shifts.by_7 += zero;
-      shifts.by_10 += zero;
+      constants.by_3 += zero;
+      constants.by_7 += zero;
+      constants.by_10 += zero;
     }
 
     // Chunks in the last stage, which may have fewer than the others.
     int const last = Mainloop::chunks_left(p, work.end - 1, depth_group);
     int left = work.end - work.begin - (last < kPer ? 1 : 0);  // whole stages
 
-    // Decodes a chunk into a fragment and issues its wgmmas as one group. The fences keep the compiler from
-    // moving accesses to the registers of a wgmma across it.
-    auto const issue = [&](Raw const& raw, auto& fragment, int stage, int sub) {
+    auto const decode = [&](Raw const& raw, auto& fragment) {
       Tensor registers = recast<uint32_t>(fragment);  // (4, 1, 4)
       CUTLASS_PRAGMA_UNROLL
       for (int k = 0; k < 4; ++k) {
         uint32_t a[4];
-        raw.decode(k, shifts, a);
+        raw.decode(k, constants, a);
         CUTLASS_PRAGMA_UNROLL
         for (int i = 0; i < 4; ++i) {
           registers(i, 0, k) = a[i];
         }
       }
+    };
+    auto const tokens_of = [&](int stage, int sub) {
+      return descriptor + static_cast<uint64_t>(stage * (Config::kTokenBytes / 16) +
+                                                sub * (Config::kTokenChunkBytes / 16));
+    };
+
+    // Issues the wgmmas of a chunk as one group. The fences keep the compiler from moving accesses to the
+    // registers of a wgmma across it.
+    auto const issue = [&](auto& fragment, int stage, int sub) {
       warpgroup_fence_operand(accumulators);
       warpgroup_fence_operand(fragment);
-      multiply_chunk<Least, Most>(present,
-                                  descriptor + static_cast<uint64_t>(stage * (Config::kTokenBytes / 16) +
-                                                                     sub * (Config::kTokenChunkBytes / 16)),
-                                  fragment, accumulate, accumulators);
+      multiply_chunk<Least, Most>(present, tokens_of(stage, sub), fragment, accumulate, accumulators);
       accumulate = GMMA::ScaleOut::One;
+    };
+    // The same for promoted sums. Groups use the two sets of sums in turn.
+    auto const issue_set = [&](auto set, auto& fragment, int stage, int sub) {
+      warpgroup_fence_operand(part_sums[set]);
+      warpgroup_fence_operand(fragment);
+      warpgroup_arrive();
+      multiply_part<kPartTokens>(tokens_of(stage, sub), fragment, GMMA::ScaleOut::Zero, part_sums[set]);
+      warpgroup_commit_batch();
+    };
+    auto const add_part = [&](auto part, auto set) {
+      warpgroup_fence_operand(part_sums[set]);
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kPartTokens / 2; ++i) {
+        accumulators(part * (kPartTokens / 2) + i) += part_sums[set](i);
+      }
     };
 
     // One chunk of the software pipeline: loads the encoded weights of the next chunk, decodes this one and
     // issues its wgmmas. The wait leaves one group in flight, so that on return the previous chunk has been
-    // multiplied; its stage is released if the chunk was its last.
+    // multiplied; its stage is released if the chunk was its last. `turn` is 0 or 1, in turn.
     int previous = at.stage;  // the stage to release
     bool first = true;
-    auto const chunk = [&](auto sub, Raw const& raw, Raw& next, auto& fragment, bool more) {
-      int const stage = at.stage;
+    auto const load_next = [&](auto sub, Raw& next, bool more) {
       if constexpr (sub + 1 == kPer) {
         at.advance();
         if (more) {
@@ -295,10 +324,23 @@ struct MixedInputWgmmaMultiply {
           share.load(next, at.stage, 0);
         }
       } else {
-        share.load(next, stage, sub + 1);
+        share.load(next, at.stage, sub + 1);
       }
-      issue(raw, fragment, stage, sub);
+    };
+    auto const chunk = [&](auto sub, auto turn, Raw& raw, Raw& next, auto& fragment, bool more) {
+      int const stage = at.stage;
+      load_next(sub, next, more);
+      decode(raw, fragment);
+      if constexpr (Config::kPromotes) {
+        issue_set(turn, fragment, stage, sub);
+      } else {
+        issue(fragment, stage, sub);
+      }
+      next.look_up(shared.decoder_at());
       warpgroup_wait<1>();
+      if constexpr (Config::kPromotes) {
+        add_part(_0{}, cute::Int<1 - turn>{});
+      }
       if constexpr (sub == 0) {
         if (!first) {
           Mainloop::release(shared, previous);
@@ -307,22 +349,87 @@ struct MixedInputWgmmaMultiply {
         previous = stage;
       }
     };
+    // A pair of chunks of a promoted tile, or a single one: every part is multiplied by both before its sums
+    // are added.
+    auto const pair = [&](auto chunks) {
+      constexpr int kCount = chunks;
+      int stages[2] = {at.stage, at.stage};
+      Raw raws[2];
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kCount; ++i) {
+        stages[i] = at.stage;
+        Mainloop::wait_full(shared, at);
+        share.load(raws[i], at.stage, 0);
+        at.advance();
+      }
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kCount; ++i) {
+        raws[i].look_up(shared.decoder_at());
+      }
+      decode(raws[0], fragment_0);
+      if constexpr (kCount == 2) {
+        decode(raws[1], fragment_1);
+      }
+      cute::for_each(cute::make_seq<Most / kPartTokens>{}, [&](auto part) {
+        if (part == 0 || Least == Most || part * kPartTokens < present) {
+          auto& sums = part_sums[0];
+          uint64_t const offset = part * (kPartTokens * 128 / 16);
+          warpgroup_fence_operand(sums);
+          warpgroup_fence_operand(fragment_0);
+          warpgroup_fence_operand(fragment_1);
+          warpgroup_arrive();
+          multiply_part<kPartTokens>(tokens_of(stages[0], 0) + offset, fragment_0, GMMA::ScaleOut::Zero,
+                                     sums);
+          if constexpr (kCount == 2) {
+            multiply_part<kPartTokens>(tokens_of(stages[1], 0) + offset, fragment_1, GMMA::ScaleOut::One,
+                                       sums);
+          }
+          warpgroup_commit_batch();
+          warpgroup_wait<0>();
+          add_part(part, _0{});
+        }
+      });
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kCount; ++i) {
+        Mainloop::release(shared, stages[i]);
+      }
+    };
+    // Adds the sums of the last chunk, whose turn was `turn`.
+    auto const add_last = [&](auto turn) {
+      if constexpr (Config::kAlternates) {
+        warpgroup_wait<0>();
+        add_part(_0{}, turn);
+      }
+    };
 
     // The loops are unrolled over two fragments so that ptxas can see that no fragment is written while a
     // wgmma reads it; otherwise it serialises all wgmmas (its remark C7513).
+    if constexpr (kInPairs) {
+      CUTLASS_PRAGMA_NO_UNROLL
+      for (; left > 1; left -= 2) {
+        pair(_2{});
+      }
+      if (left > 0) {
+        pair(_1{});
+      }
+      return;
+    }
     if (left > 0) {
       Raw raw_0, raw_1;
       Mainloop::wait_full(shared, at);
       share.load(raw_0, at.stage, 0);
+      raw_0.look_up(shared.decoder_at());
       if constexpr (kPer == 1) {
         CUTLASS_PRAGMA_NO_UNROLL
         while (true) {
-          chunk(_0{}, raw_0, raw_1, fragment_0, left > 1);
+          chunk(_0{}, _0{}, raw_0, raw_1, fragment_0, left > 1);
           if (left == 1) {
+            add_last(_0{});
             break;
           }
-          chunk(_0{}, raw_1, raw_0, fragment_1, left > 2);
+          chunk(_0{}, _1{}, raw_1, raw_0, fragment_1, left > 2);
           if (left == 2) {
+            add_last(_1{});
             break;
           }
           left -= 2;
@@ -330,9 +437,9 @@ struct MixedInputWgmmaMultiply {
       } else {
         CUTLASS_PRAGMA_NO_UNROLL
         for (; left > 0; --left) {
-          cute::for_each(cute::make_seq<kPer / 2>{}, [&](auto pair) {
-            chunk(cute::Int<2 * pair>{}, raw_0, raw_1, fragment_0, left > 1);
-            chunk(cute::Int<2 * pair + 1>{}, raw_1, raw_0, fragment_1, left > 1);
+          cute::for_each(cute::make_seq<kPer / 2>{}, [&](auto two) {
+            chunk(cute::Int<2 * two>{}, _0{}, raw_0, raw_1, fragment_0, left > 1);
+            chunk(cute::Int<2 * two + 1>{}, _1{}, raw_1, raw_0, fragment_1, left > 1);
           });
         }
       }
@@ -345,14 +452,22 @@ struct MixedInputWgmmaMultiply {
       for (int sub = 0; sub < last; ++sub) {
         Raw raw;
         share.load(raw, at.stage, sub);
-        issue(raw, fragment_0, at.stage, sub);
-        warpgroup_wait<0>();
+        raw.look_up(shared.decoder_at());
+        decode(raw, fragment_0);
+        if constexpr (Config::kPromotes) {
+          issue_set(_0{}, fragment_0, at.stage, sub);
+          warpgroup_wait<0>();
+          add_part(_0{}, _0{});
+        } else {
+          issue(fragment_0, at.stage, sub);
+          warpgroup_wait<0>();
+        }
       }
       Mainloop::release(shared, at.stage);
       at.advance();
     }
     warpgroup_fence_operand(accumulators);
-    if constexpr (Config::kDepthGroups > 1) {
+    if constexpr (Config::kDepthGroups > 1 && !Config::kPromotes) {
       // k may end before this warpgroup's first chunk.
       if (accumulate == GMMA::ScaleOut::Zero) {
         clear(accumulators);
@@ -365,10 +480,27 @@ struct MixedInputWgmmaMultiply {
   /// cute's descriptor iterator needs three.
   CUTLASS_DEVICE static uint64_t first_descriptor(Shared const& shared) {
     using namespace cute;
-    Tensor tokens = make_tensor(make_smem_ptr(reinterpret_cast<Element*>(shared.base)), SmemLayout{});
+    Tensor tokens = make_tensor(make_smem_ptr(reinterpret_cast<Element*>(shared.tokens())), SmemLayout{});
     auto const slice = TiledMma<Config::kTokens>{}.get_slice(0);
     Tensor operand = slice.make_fragment_B(slice.partition_B(tokens));
     return operand.data().desc_.desc_;
+  }
+
+  /// sums (+)= fragment times `Tokens` tokens of a chunk at `descriptor`: wgmmas of a group.
+  template <int Tokens, class A>
+  CUTLASS_DEVICE static void multiply_part(uint64_t descriptor, A const& fragment,
+                                           cute::GMMA::ScaleOut accumulate, Fragment<Tokens>& sums) {
+    using namespace cute;
+    TiledMma<Tokens> mma;
+    mma.accumulate_ = accumulate;
+    Tensor flat = make_tensor(sums.data(), sums.layout())(_, _0{}, _0{});
+    CUTLASS_PRAGMA_UNROLL
+    for (int k = 0; k < 4; ++k) {
+      Tensor operand = make_tensor<uint64_t>(Shape<_1>{});
+      operand(0) = descriptor + static_cast<uint64_t>(k * (128 / 4 / 16));
+      mma.call(flat, fragment(_, _0{}, k), operand, flat);
+      mma.accumulate_ = GMMA::ScaleOut::One;
+    }
   }
 
   /// accumulators (+)= fragment times the chunk of tokens at `descriptor`, as wide as `present` needs: Width
@@ -387,7 +519,7 @@ struct MixedInputWgmmaMultiply {
       CUTLASS_PRAGMA_UNROLL
       for (int k = 0; k < 4; ++k) {
         Tensor operand = make_tensor<uint64_t>(Shape<_1>{});
-        operand(0) = descriptor + static_cast<uint64_t>(k * (Nvfp4Packing::kDepth / 4 * 2 / 16));
+        operand(0) = descriptor + static_cast<uint64_t>(k * (128 / 4 / 16));
         mma.call(sums, fragment(_, _0{}, k), operand, sums);
         mma.accumulate_ = GMMA::ScaleOut::One;
       }

@@ -42,12 +42,15 @@ struct Nvfp4Packing {
   // A decoded operand is value * scale * 2^-7.
   static constexpr int kExponent = 7;
 
-  /// The chunks that cover `size` rows or columns.
-  CUTLASS_HOST_DEVICE static constexpr int64_t chunks_of(int64_t size) { return (size + 63) / 64; }
+  static constexpr int kTableBytes = 0;  // of shared memory that decoding needs
+
+  /// The chunks that cover n rows, and k elements.
+  CUTLASS_HOST_DEVICE static constexpr int64_t row_chunks(int64_t n) { return (n + kRows - 1) / kRows; }
+  CUTLASS_HOST_DEVICE static constexpr int64_t depth_chunks(int64_t k) { return (k + kDepth - 1) / kDepth; }
 
   /// Bytes of one (n, k) weight.
   CUTLASS_HOST_DEVICE static constexpr int64_t bytes(int64_t n, int64_t k) {
-    return chunks_of(n) * chunks_of(k) * kChunkBytes;
+    return row_chunks(n) * depth_chunks(k) * kChunkBytes;
   }
 
   /// The row within the chunk of code `index` (0..7) in a word of `thread` (0..127).

@@ -16,8 +16,8 @@ struct Sm90Nvfp4Machine {
 
 /// The parameters are those of MixedInputConfig.
 template <class Element, int RowGroups, int DepthGroups, int Tokens, int ClusterSize, int Chunks,
-          int CtasPerSm>
+          int CtasPerSm, int PartTokens = 0>
 using Sm90Nvfp4Config = MixedInputConfig<Element, RowGroups, DepthGroups, Tokens, ClusterSize, Chunks,
-                                         CtasPerSm, Sm90Nvfp4Machine>;
+                                         CtasPerSm, Sm90Nvfp4Machine, PartTokens>;
 
 }  // namespace cutlass_evt

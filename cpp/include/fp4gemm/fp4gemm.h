@@ -12,6 +12,11 @@
  * rounds once more. A term that is absent is neither multiplied nor added. acc is an fp32 sum whose order
  * depends on the kernel: where all partial sums fit in fp32, as with Gaussian data, it is exact.
  *
+ * With A in FP4GEMM_FORMAT_E4M3 (W4A8), acc[i,j] = 8 * sum over l of a[i,l] * e4m3(q_b[j,l] * s_b[j,l/16] /
+ * 8) instead, rounded to nearest even. The products are exact, and the sum has the order and the precision of
+ * the FP8 tensor cores; see use_fast_accum. A from the FP8 cast of fp4gemm_quantize represents x[i,l] ~ a *
+ * amax[i] / 448, so that alpha = 1 / (448 * 6 * e4m3_max_b).
+ *
  * An operand from fp4gemm_quantize represents  x[i,l] ~ q * s * amax[i] / (6 * e4m3_max) , so a GEMM of two
  * such operands needs alpha_row = amax of A, alpha_col = amax of B and
  * alpha = 1 / (36 * e4m3_max_a * e4m3_max_b).
@@ -543,7 +548,8 @@ typedef struct fp4gemm_gemm_args {
   fp4gemm_dtype_t out_dtype;
   int batch_invariant; /* 1: select the kernel by n and k alone, so that the bits of a row of D do not depend
                           on the rows beside it */
-  int use_fast_accum;  /* with A in e4m3: 1 keeps the sums in the accumulators of the tensor cores */
+  int use_fast_accum;  /* with A in e4m3: 0 adds the accumulators of the tensor cores, which have about 14
+                          bits, to fp32 sums after at most 256 of k; 1 may keep them there for all of k */
   const char* kernel;  /* the name of a kernel to force, or NULL to let the library select one */
   /* Not NONE: a.data is (m, k) in FP4GEMM_FORMAT_BF16, FP16 or FP32, with a.scales NULL, and the call first
    * quantizes it as fp4gemm_quantize does with its default options. The bits of D are those of the two calls.
@@ -687,7 +693,8 @@ typedef struct fp4gemm_kernel_info {
   int cluster_m, cluster_n;
   fp4gemm_dtype_t out_dtype;
   const char* operand; /* what it reads: "nvfp4"; "fp16"; or "prepacked": B prepacked, A in fp16 or, with
-                          "prepacked_bf16", bf16. Operands in another form are converted first */
+                          "prepacked_bf16", bf16; "prepacked_fp8": B prepacked for FP8, A in e4m3.
+                          Operands in another form are converted first */
   int is_swapped;      /* it multiplies B by A and writes D transposed: efficient for few rows of A */
 } fp4gemm_kernel_info_t;
 
@@ -701,7 +708,8 @@ FP4GEMM_API fp4gemm_status_t fp4gemm_kernel_info(int index, fp4gemm_kernel_info_
 FP4GEMM_API int fp4gemm_select_kernel(int arch, int num_sms, int64_t m, int64_t n, int64_t k, int num_groups,
                                       fp4gemm_ragged_t ragged, fp4gemm_dtype_t out_dtype,
                                       fp4gemm_format_t format_a, fp4gemm_format_t format_b,
-                                      int batch_invariant, fp4gemm_activation_t activation);
+                                      int batch_invariant, int use_fast_accum,
+                                      fp4gemm_activation_t activation);
 
 #ifdef __cplusplus
 }

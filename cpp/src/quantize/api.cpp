@@ -314,36 +314,46 @@ fp4gemm_status_t decode(DecodeJob const& job, int64_t k, int device, fp4gemm_str
   return on_device(device, [&](auto const& gpu) { return launch_decode(job, {}, k, gpu, stream); });
 }
 
+/// An order of prepacked weights: what k is a multiple of, the bytes of a weight, and the launches.
+struct Order {
+  int k_step;
+  int64_t (*bytes)(int64_t n, int64_t k);
+  decltype(&launch_prepack) prepack;
+  decltype(&launch_unprepack) unprepack;
+};
+constexpr Order kForFp16{Rules::kQuantizeK, fp4gemm_prepacked_bytes, launch_prepack, launch_unprepack};
+constexpr Order kForFp8{Rules::kFp8K, fp4gemm_prepacked_fp8_bytes, launch_prepack_fp8, launch_unprepack_fp8};
+
 /// Checks the arguments of prepack and its inverse. Buffer sizes are those of one matrix.
-fp4gemm_status_t check_pack(int num_matrices, int64_t n, int64_t k, void const* codes, void const* scales,
-                            void const* packed) {
+fp4gemm_status_t check_pack(Order const& order, int num_matrices, int64_t n, int64_t k, void const* codes,
+                            void const* scales, void const* packed) {
   FP4GEMM_TRY(check_size("num_matrices", num_matrices, 1, 1));
   FP4GEMM_TRY(check_size("n", n, 0, 1));
-  FP4GEMM_TRY(check_size("k", k, Rules::kQuantizeK, Rules::kQuantizeK, Rules::kMaxK));
+  FP4GEMM_TRY(check_size("k", k, order.k_step, order.k_step, Rules::kMaxK));
   FP4GEMM_CHECK(num_matrices * n <= Rules::kMaxSize,
                 "num_matrices: %d of %lld rows, must be at most %lld rows", num_matrices, ll(n),
                 ll(Rules::kMaxSize));
   FP4GEMM_TRY(check_buffer("codes", codes, n * k / 2));
   FP4GEMM_TRY(check_buffer("scales", scales, n * k / 16));
-  return check_buffer("packed", packed, fp4gemm_prepacked_bytes(n, k));
+  return check_buffer("packed", packed, order.bytes(n, k));
 }
 
-fp4gemm_status_t prepack(int num_matrices, int64_t n, int64_t k, uint8_t const* codes, uint8_t const* scales,
-                         void* packed, int device, fp4gemm_stream_t stream) {
-  FP4GEMM_TRY(check_pack(num_matrices, n, k, codes, scales, packed));
+fp4gemm_status_t prepack(Order const& order, int num_matrices, int64_t n, int64_t k, uint8_t const* codes,
+                         uint8_t const* scales, void* packed, int device, fp4gemm_stream_t stream) {
+  FP4GEMM_TRY(check_pack(order, num_matrices, n, k, codes, scales, packed));
   return on_device(device, [&](DeviceProperties const&) {
-    FP4GEMM_TRY(launch_prepack(num_matrices, n, k, codes, scales, packed, stream));
+    FP4GEMM_TRY(order.prepack(num_matrices, n, k, codes, scales, packed, stream));
     // GEMM kernels may start, and read weights, before the kernel ahead of them has ended. An empty kernel in
     // between ends after the weights are written.
     return launch_nothing(stream);
   });
 }
 
-fp4gemm_status_t unprepack(int num_matrices, int64_t n, int64_t k, void const* packed, uint8_t* codes,
-                           uint8_t* scales, int device, fp4gemm_stream_t stream) {
-  FP4GEMM_TRY(check_pack(num_matrices, n, k, codes, scales, packed));
+fp4gemm_status_t unprepack(Order const& order, int num_matrices, int64_t n, int64_t k, void const* packed,
+                           uint8_t* codes, uint8_t* scales, int device, fp4gemm_stream_t stream) {
+  FP4GEMM_TRY(check_pack(order, num_matrices, n, k, codes, scales, packed));
   return on_device(device, [&](DeviceProperties const&) {
-    return launch_unprepack(num_matrices, n, k, packed, codes, scales, stream);
+    return order.unprepack(num_matrices, n, k, packed, codes, scales, stream);
   });
 }
 
@@ -412,26 +422,28 @@ int64_t fp4gemm_prepacked_bytes(int64_t n, int64_t k) {
 
 fp4gemm_status_t fp4gemm_prepack(int num_matrices, int64_t n, int64_t k, uint8_t const* codes,
                                  uint8_t const* scales, void* packed, int device, fp4gemm_stream_t stream) {
-  return fp4gemm::prepack(num_matrices, n, k, codes, scales, packed, device, stream);
+  return fp4gemm::prepack(fp4gemm::kForFp16, num_matrices, n, k, codes, scales, packed, device, stream);
 }
 
 fp4gemm_status_t fp4gemm_unprepack(int num_matrices, int64_t n, int64_t k, void const* packed, uint8_t* codes,
                                    uint8_t* scales, int device, fp4gemm_stream_t stream) {
-  return fp4gemm::unprepack(num_matrices, n, k, packed, codes, scales, device, stream);
+  return fp4gemm::unprepack(fp4gemm::kForFp16, num_matrices, n, k, packed, codes, scales, device, stream);
 }
 
 int64_t fp4gemm_prepacked_fp8_bytes(int64_t n, int64_t k) {
-  return fp4gemm::ceil_div(n, 64) * fp4gemm::ceil_div(k, 128) * 4608;
+  return fp4gemm::ceil_div(n, fp4gemm::kPrepackedChunk) * fp4gemm::ceil_div(k, fp4gemm::kPrepackedFp8Depth) *
+         fp4gemm::kPrepackedFp8ChunkBytes;
 }
 
-fp4gemm_status_t fp4gemm_prepack_fp8(int, int64_t, int64_t, uint8_t const*, uint8_t const*, void*, int,
-                                     fp4gemm_stream_t) {
-  return fp4gemm::unsupported("fp4gemm_prepack_fp8: has no kernel yet");
+fp4gemm_status_t fp4gemm_prepack_fp8(int num_matrices, int64_t n, int64_t k, uint8_t const* codes,
+                                     uint8_t const* scales, void* packed, int device,
+                                     fp4gemm_stream_t stream) {
+  return fp4gemm::prepack(fp4gemm::kForFp8, num_matrices, n, k, codes, scales, packed, device, stream);
 }
 
-fp4gemm_status_t fp4gemm_unprepack_fp8(int, int64_t, int64_t, void const*, uint8_t*, uint8_t*, int,
-                                       fp4gemm_stream_t) {
-  return fp4gemm::unsupported("fp4gemm_unprepack_fp8: has no kernel yet");
+fp4gemm_status_t fp4gemm_unprepack_fp8(int num_matrices, int64_t n, int64_t k, void const* packed,
+                                       uint8_t* codes, uint8_t* scales, int device, fp4gemm_stream_t stream) {
+  return fp4gemm::unprepack(fp4gemm::kForFp8, num_matrices, n, k, packed, codes, scales, device, stream);
 }
 
 }  // extern "C"

@@ -308,8 +308,8 @@ __global__ void __launch_bounds__(kThreads)
 __global__ void nothing() {}
 
 PackShape shape_of(int64_t n, int64_t k) {
-  int64_t const chunk_rows = Nvfp4Packing::chunks_of(n);
-  int64_t const chunk_columns = Nvfp4Packing::chunks_of(k);
+  int64_t const chunk_rows = Nvfp4Packing::row_chunks(n);
+  int64_t const chunk_columns = Nvfp4Packing::depth_chunks(k);
   return {n,
           k / kBlock,
           chunk_rows,

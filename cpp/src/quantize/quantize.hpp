@@ -60,6 +60,12 @@ fp4gemm_status_t launch_prepack(int num_matrices, int64_t n, int64_t k, void con
 fp4gemm_status_t launch_unprepack(int num_matrices, int64_t n, int64_t k, void const* packed, void* codes,
                                   void* scales, fp4gemm_stream_t stream);
 
+/// The same two for the chunks of cutlass_evt/mainloop/nvfp4_fp8_packing.hpp.
+fp4gemm_status_t launch_prepack_fp8(int num_matrices, int64_t n, int64_t k, void const* codes,
+                                    void const* scales, void* packed, fp4gemm_stream_t stream);
+fp4gemm_status_t launch_unprepack_fp8(int num_matrices, int64_t n, int64_t k, void const* packed, void* codes,
+                                      void* scales, fp4gemm_stream_t stream);
+
 /// Launches an empty kernel, without overlap. It ends after all kernels before it, so that the next kernel
 /// finds their results even if it starts early and does not wait.
 fp4gemm_status_t launch_nothing(fp4gemm_stream_t stream);

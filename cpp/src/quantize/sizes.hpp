@@ -13,6 +13,8 @@ constexpr int kScaleWord = 4;        // adjacent scales of a row in that layout,
 constexpr int kGroupColumns = 64;    // groups along k begin at multiples of this
 constexpr int kPrepackedChunk = 64;  // rows, and of k, of a chunk of a prepacked weight
 constexpr int kPrepackedChunkBytes = 2304;
+constexpr int kPrepackedFp8Depth = 128;  // of k, of a chunk of a weight that is prepacked for FP8 tokens
+constexpr int kPrepackedFp8ChunkBytes = 4608;
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 

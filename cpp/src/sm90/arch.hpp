@@ -11,7 +11,9 @@
   LIST(gated)                    \
   LIST(prepacked_narrow)         \
   LIST(prepacked_wide)           \
-  LIST(prepacked_bf16)
+  LIST(prepacked_bf16)           \
+  LIST(prepacked_fp8)            \
+  LIST(prepacked_fp8_fast)
 
 namespace fp4gemm::sm90 {
 

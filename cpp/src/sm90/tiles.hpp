@@ -143,11 +143,18 @@ struct Tile256x128x64 {
   static constexpr SmallTile kSmall[] = {{64, 0.36}, {128, 0.43}};
 };
 
+/// The tokens of a tile whose sums are promoted at a time: those of e4m3 tiles that say so.
+template <class Tile, class = void>
+constexpr int kPartTokensOf = 0;
+template <class Tile>
+constexpr int kPartTokensOf<Tile, std::void_t<decltype(Tile::kPartTokens)>> = Tile::kPartTokens;
+
 /// The kernel's configuration of a tile.
 template <class Tile>
-using ConfigOf =
-    cutlass_evt::Sm90Nvfp4Config<typename Tile::Element, Tile::kRows / 64, Tile::kDepthGroups, Tile::kTokens,
-                                 Tile::kCluster, Tile::kDepth / 64, Tile::kCtasPerSm>;
+using ConfigOf = cutlass_evt::Sm90Nvfp4Config<
+    typename Tile::Element, Tile::kRows / 64, Tile::kDepthGroups, Tile::kTokens, Tile::kCluster,
+    Tile::kDepth / cutlass_evt::MixedInputPacking<typename Tile::Element>::Type::kDepth, Tile::kCtasPerSm,
+    kPartTokensOf<Tile>>;
 
 /// The same tile with bf16 tokens. Decoding weights to bf16 needs more instructions than decoding them to
 /// fp16, which shows the more the fewer tokens a tile has. The factor is for kChunkUs alone: a tile of few

@@ -7,9 +7,10 @@
 namespace {
 
 std::string selected(int arch, int num_sms) {
-  int const index = fp4gemm_select_kernel(arch, num_sms, 4096, 4096, 4096, /*num_groups=*/0, FP4GEMM_RAGGED_M,
-                                          FP4GEMM_BF16, FP4GEMM_FORMAT_NVFP4, FP4GEMM_FORMAT_NVFP4,
-                                          /*batch_invariant=*/0, FP4GEMM_ACTIVATION_NONE);
+  int const index =
+      fp4gemm_select_kernel(arch, num_sms, 4096, 4096, 4096, /*num_groups=*/0, FP4GEMM_RAGGED_M, FP4GEMM_BF16,
+                            FP4GEMM_FORMAT_NVFP4, FP4GEMM_FORMAT_NVFP4,
+                            /*batch_invariant=*/0, /*use_fast_accum=*/0, FP4GEMM_ACTIVATION_NONE);
   if (index < 0) {
     return "none";
   }
