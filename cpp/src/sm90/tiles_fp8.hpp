@@ -64,6 +64,15 @@ struct Fp8Tile64x128x128 {
   static constexpr double kFixedUs = 2.5, kChunkUs = 0.21, kSplitUs = 3.2, kTileUs = 1.2;
 };
 
+// For experts with about 64 tokens, of which many have a few more: 4 to 9 % faster there than other tiles.
+struct Fp8Tile96x128x128 {
+  using Element = cutlass::float_e4m3_t;
+  static constexpr int kTokens = 96, kRows = 128, kDepth = 128;
+  static constexpr int kDepthGroups = 1, kCluster = 1, kCtasPerSm = 1;
+  static constexpr int kPartTokens = 96;
+  static constexpr double kFixedUs = 2.1, kChunkUs = 0.273, kSplitUs = 3.6, kTileUs = 0.8;
+};
+
 struct Fp8Tile128x128x128 {
   using Element = cutlass::float_e4m3_t;
   static constexpr int kTokens = 128, kRows = 128, kDepth = 128;
@@ -111,8 +120,9 @@ struct Fp8Fast256x128x128 {
 };
 
 // A translation unit for each list.
-using Fp8Tiles = TileList<Fp8Tile16x64x256, Fp8Tile16x64x512, Fp8Tile32x64x256, Fp8Tile32x128x128,
-                          Fp8Tile64x64x256, Fp8Tile64x128x128, Fp8Tile128x128x128, Fp8Tile256x128x128>;
+using Fp8Tiles =
+    TileList<Fp8Tile16x64x256, Fp8Tile16x64x512, Fp8Tile32x64x256, Fp8Tile32x128x128, Fp8Tile64x64x256,
+             Fp8Tile64x128x128, Fp8Tile96x128x128, Fp8Tile128x128x128, Fp8Tile256x128x128>;
 using Fp8FastTiles = TileList<Fp8Fast64x64x256, Fp8Fast64x128x256, Fp8Fast128x128x128, Fp8Fast256x128x128>;
 
 }  // namespace fp4gemm::sm90
