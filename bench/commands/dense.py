@@ -42,7 +42,7 @@ from ..measure.operands import (
     unit_of,
 )
 from ..measure.roofline import Work
-from ..measure.verify import near, wrong
+from ..measure.verify import TOLERANCE_OF_FAST, near, wrong
 from . import layer as forward
 from .products import (
     CUBLASLT_POST,
@@ -166,7 +166,8 @@ class Contenders:
                 contender.checked = ROUNDING
                 values = lambda: w4a8.token_values(self.tokens.plain[0])  # noqa: E731
                 weight = lambda: w4a8.weight_values(self.weights.packed[0])  # noqa: E731
-                right = near(contender.calls[0], self.size[:2], values, weight, torch.bfloat16)
+                call, allowed = contender.calls[0], TOLERANCE_OF_FAST
+                right = near(call, self.size[:2], values, weight, torch.bfloat16, allowed)
                 return contender, lambda: self.tokens.wrong(forms[0]) or right()
             product = Product(first[0], second[0], self.weights.packed[0])
             return contender, lambda: self.tokens.wrong(forms[0]) or wrong(contender.calls[0], product)
@@ -233,7 +234,8 @@ class Contenders:
             work = self.work(first[0], second[0], self.harness.fp8_unit)
             contender = Contender(baseline, work, BASELINE, None, ROUNDING, FP8_NOTE.format(True), False)
             values, weight = first[0].dequantize, second[0].dequantize
-            return contender, near(baseline[0], self.size[:2], values, weight, torch.bfloat16)
+            size, allowed = self.size[:2], TOLERANCE_OF_FAST
+            return contender, near(baseline[0], size, values, weight, torch.bfloat16, allowed)
 
         self.made.attempt(FP8_PRODUCT, make, ours=False)
 

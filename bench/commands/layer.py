@@ -36,7 +36,7 @@ from ..measure.operands import (
     unit_of,
 )
 from ..measure.roofline import Work
-from ..measure.verify import near, wrong
+from ..measure.verify import TOLERANCE, TOLERANCE_OF_FAST, near, wrong
 from .products import (
     CUBLASLT_POST,
     DEFAULT_SHAPES,
@@ -146,6 +146,7 @@ class Contenders:
             lambda: w4a8.token_values(xs[0]),
             lambda: w4a8.weight_values(self.weights.packed[0]),
             torch.bfloat16,
+            TOLERANCE_OF_FAST if fast else TOLERANCE,
         )
         size = (self.m, self.weights.n, self.weights.k)
         kernel = None if fast else chosen_kernel(self.harness, size, w4a8.FORMS)
@@ -163,7 +164,8 @@ class Contenders:
         baseline = calls(lambda x, w: fp8.linear(x, w, fast), xs, weights[: len(xs)])
         work = self.work(weights[0].nbytes, self.harness.fp8_unit)
         values, weight = fp8.formula(xs[0]).dequantize, weights[0].dequantize
-        right = near(baseline[0], self.shape, values, weight, torch.bfloat16)
+        allowed = TOLERANCE_OF_FAST if fast else TOLERANCE
+        right = near(baseline[0], self.shape, values, weight, torch.bfloat16, allowed)
         contender = Contender(baseline, work, BASELINE, None, ROUNDING, FP8_NOTE.format(fast), True)
         return contender, lambda: fp8.wrong(xs[0]) or right()
 

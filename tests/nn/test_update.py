@@ -351,7 +351,7 @@ def test_a_hundred_updates_into_a_captured_graph(cuda: torch.device, is_warm: bo
 @pytest.mark.gpu
 def test_a_quantized_weight_does_not_synchronise(cuda: torch.device) -> None:
     layer = nn.Linear.from_float(torch.nn.Linear(512, 256, device=cuda, dtype=torch.bfloat16))
-    w = fp4gemm.quantize(torch.randn(256, 512, device=cuda, dtype=torch.bfloat16))
+    w = fp4gemm.quantize(torch.randn(256, 512, device=cuda, dtype=torch.bfloat16), four_over_six="mse")
     for each in (layer, layer.prepack() if fp4gemm.support.streams_prepacked(cuda) else layer):
         torch.cuda.set_sync_debug_mode("error")
         try:

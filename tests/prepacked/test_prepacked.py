@@ -263,7 +263,7 @@ def operator_arguments(device: torch.device, gen: torch.Generator) -> dict[str, 
 @pytest.mark.parametrize("form", ["packed", "decoded", "bf16", "groups"])
 def test_operators_pass_opcheck(form: str, device: torch.device, gen: torch.Generator) -> None:
     if device.type == "cuda" and not support.streams_prepacked(
-        torch.device("cuda", torch.cuda.current_device()), quantizes=False
+        torch.device("cuda", torch.cuda.current_device()), tokens="16-bit"
     ):
         pytest.skip("the device does not read prepacked weights")
     operands = operator_arguments(device, gen)[form]
