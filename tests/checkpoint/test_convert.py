@@ -251,8 +251,36 @@ def test_layers_of_experts_that_stay_are_ignored_as_a_module(tmp_path: Path) -> 
 # ---- formats
 
 
+@pytest.mark.parametrize("format", ["modelopt", "compressed-tensors", "fp4gemm"])
+def test_fp8_tokens_have_the_tensors_of_a16(source: Path, tmp_path: Path, format: str) -> None:
+    """One key of the producer alone tells the two checkpoints apart, so that other loaders read W4A16."""
+    made = {}
+    for activations in ("a16", "fp8"):
+        options = Options(format=format, activations=activations, exclude="down_proj")  # type: ignore[arg-type]
+        convert(source, tmp_path / activations, options)
+        made[activations] = json.loads((tmp_path / activations / "config.json").read_text())
+    assert made["fp8"]["quantization_config"]["producer"].pop("activation_scaling") == "fp8"
+    assert made["fp8"] == made["a16"]
+    old, new = load(tmp_path / "a16"), load(tmp_path / "fp8")
+    assert old.keys() == new.keys()
+    for name, tensor in old.items():
+        assert torch.equal(tensor.view(-1).view(torch.uint8), new[name].view(-1).view(torch.uint8)), name
+
+
+def test_a_k_that_fp8_tokens_cannot_have_stays_in_float(tmp_path: Path) -> None:
+    """The plan says why."""
+    tensors = {
+        "model.layers.0.mlp.up_proj.weight": torch.randn(96, 64).bfloat16(),
+        "model.layers.0.mlp.down_proj.weight": torch.randn(64, 96).bfloat16(),
+    }
+    folder = save(tmp_path / "src", tensors)
+    for activations, is_kept in (("a16", False), ("fp8", True)):
+        text = str(plan_conversion(folder, Options(activations=activations)))  # type: ignore[arg-type]
+        assert ("k is 96, must be a positive multiple of 64" in text) is is_kept
+
+
 @pytest.mark.parametrize("target", ["compressed-tensors", "fp4gemm"])
-@pytest.mark.parametrize("activations", ["a16", "per-token"])
+@pytest.mark.parametrize("activations", ["a16", "per-token", "fp8"])
 def test_translation_there_and_back(source: Path, tmp_path: Path, target: str, activations: str) -> None:
     """Codes and block scales keep their bytes; the whole checkpoint comes back."""
     first = tmp_path / "modelopt"

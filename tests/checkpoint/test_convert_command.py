@@ -108,8 +108,11 @@ def test_static_activations_and_translation(source: Path, tmp_path: Path) -> Non
     [
         (["--from", "modelopt"], "--from, --to: got one of them, must be given together"),
         (["--from", "modelopt", "--to", "fp4gemm", "--exclude", "a"], "--exclude: got with --from and --to"),
-        (["--activations", "static"], "--activations: got 'static', must be a16, per-token or static:FILE"),
-        (["--activations", "w4"], "activations: got 'w4', must be 'a16', 'per-token' or 'static'"),
+        (
+            ["--activations", "static"],
+            "--activations: got 'static', must be a16, per-token, fp8 or static:FILE",
+        ),
+        (["--activations", "w4"], "activations: got 'w4', must be 'a16', 'per-token', 'static' or 'fp8'"),
         (["--activations", "static:no.json"], "activations: no.json cannot be read as JSON"),
         (["--fuse", "no.json"], "fuse: no.json cannot be read as JSON"),
         (["--kv-cache", "no.json"], "kv_cache: no.json cannot be read as JSON"),

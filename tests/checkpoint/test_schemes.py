@@ -218,8 +218,8 @@ def test_two_files_that_disagree(tmp_path: Path) -> None:
 def test_schemes_that_cannot_be() -> None:
     with pytest.raises(ValueError, match=r"^scaling: got 'row', must be 'tensor' for the modelopt format$"):
         Scheme("modelopt", scaling="row")
-    with pytest.raises(ValueError, match=r"^activations: got 'fp8'"):
-        Scheme("modelopt", "fp8")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^activations: got 'fp6'"):
+        Scheme("modelopt", "fp6")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"^ignore: got \['lm_head'\]"):
         Scheme("modelopt", ignore=["lm_head"])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"^kv_cache: got 'nvfp4', must be None or 'fp8' for compressed"):

@@ -50,9 +50,11 @@ class Options:
         calibration: what "search" and "gptq" need: Statistics or a StatisticsFile
             (:mod:`fp4gemm.calibration`), or a :class:`fp4gemm.checkpoint.Text`, of which :func:`convert`
             makes them. Or a path or a str: a file of statistics or of text, or a text itself.
-        activations: "a16", "per-token" or "static" (with the amaxes of ``activation_amax``), as in
+        activations: "a16", "per-token", "fp8" or "static" (with the amaxes of ``activation_amax``), as in
             :class:`fp4gemm.recipe.Recipe`. None is "per-token" in the format "fp4gemm", and "a16" in the
-            others, since other loaders take "per-token" for a static amax of 1.
+            others, since other loaders take "per-token" for a static amax of 1. "fp8" (W4A8) has the tensors
+            of "a16", and other loaders read it as that; the loaders of this library find it in ``producer``.
+            A weight whose k is no multiple of 64 stays in 16 bits then.
         activation_amax: the amax of the input of each quantized layer, by the name of the module.
         include: patterns of modules (:mod:`fp4gemm.patterns`), one or a sequence. None of them: every linear
             weight but output embeddings, embeddings, norms and routers; otherwise what one of them matches,

@@ -253,6 +253,7 @@ def _selected(
     used: set[str] = set()
     transposed = rules.stored_transposed({name: info.shape for name, info in infos.items()})
     first, last = options.bf16_first, options.bf16_last
+    activations = cast(StoredActivations, options.activations)
     if first + last > facts.num_layers:
         raise CheckpointError(
             f"bf16_first, bf16_last: got {first} and {last}, must be at most {facts.num_layers}, the layers "
@@ -284,7 +285,7 @@ def _selected(
             elif layer is not None and facts.num_layers - last <= layer < facts.num_layers:
                 reason = f"one of the last {last} layers"
             elif len(info.shape) == 2:
-                reason = rules.why_shape(info.dtype, *info.shape)
+                reason = rules.why_shape(info.dtype, *info.shape, activations)
             if reason and (included or excluded or options.include):
                 by_user.add(name)
         if reason:
@@ -340,15 +341,16 @@ def _stack_sets(
     found = orientation(first.shape, second.shape)
     if isinstance(found, str):
         return found
-    n, k = found.hidden, found.intermediate
+    n, k, activations = found.hidden, found.intermediate, cast(StoredActivations, options.activations)
     for info, shape in ((first, (2 * k, n)), (second, (n, k))):
-        reason = rules.why_shape(info.dtype, *shape)
+        reason = rules.why_shape(info.dtype, *shape, activations)
         if reason:
             return f"{info.name}: {reason}"
     if not options.split_experts:
         return [_stack(first, (2 * k, n), found), _stack(second, (n, k), found)]
-    if rules.why_shape(first.dtype, k, n):
-        return f"{gate_up}: a half of it cannot be NVFP4: {rules.why_shape(first.dtype, k, n)}"
+    reason = rules.why_shape(first.dtype, k, n, activations)
+    if reason:
+        return f"{gate_up}: a half of it cannot be NVFP4: {reason}"
     biases = [name for name in (f"{gate_up}_bias", f"{down}_bias") if name in infos]
     if biases:
         return f"experts with biases ({biases[0]}) cannot be split; they can be kept as one tensor"

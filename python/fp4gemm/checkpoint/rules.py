@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .. import _checks, _names
+from ..recipe import INPUTS, StoredActivations
 from .source import CheckpointError, TensorInfo
 
 __all__ = ["Facts", "partners", "stored_transposed", "why_kept", "why_shape"]
@@ -140,12 +141,13 @@ def _child(name: str) -> str:
     return name.removesuffix(".weight").rpartition(".")[2]
 
 
-def why_shape(dtype: str, n: int, k: int) -> str:
-    """Why a weight (n, k) cannot be NVFP4, in words; "" if it can."""
+def why_shape(dtype: str, n: int, k: int, activations: StoredActivations) -> str:
+    """Why a weight (n, k) cannot be NVFP4 beside such inputs, in words; "" if it can."""
     if dtype not in FLOATS:
         return f"its dtype is {dtype}, must be {_checks.listing(FLOATS)}"
-    if k == 0 or k % _checks.K_STEP_MM:
-        return f"k is {k}, must be a positive multiple of {_checks.K_STEP_MM}"
+    step = _checks.FP8_STEP if INPUTS[activations].tokens == "fp8" else _checks.K_STEP_MM
+    if k == 0 or k % step:
+        return f"k is {k}, must be a positive multiple of {step}"
     if n == 0 or n % N_STEP:
         return f"n is {n}, must be a positive multiple of {N_STEP}"
     return ""

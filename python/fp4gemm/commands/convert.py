@@ -74,7 +74,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--activations",
         metavar="HOW",
-        help="a16, per-token (default with --format fp4gemm), or static:FILE with the amax of each module",
+        help="a16, per-token (default with --format fp4gemm), fp8 (other loaders read a16), or static:FILE "
+        "with the amax of each module",
     )
     add("--include", action="append", metavar="PATTERN", help="quantize only modules that match; repeatable")
     add("--exclude", action="append", metavar="PATTERN", help="keep modules that match; repeatable")
@@ -185,7 +186,7 @@ def _what(options: argparse.Namespace) -> Options | Translation:
         how, _, file = given["activations"].partition(":")
         if (how == "static") != bool(file):
             raise ValueError(
-                f"--activations: got {options.activations!r}, must be a16, per-token or static:FILE"
+                f"--activations: got {options.activations!r}, must be a16, per-token, fp8 or static:FILE"
             )
         given["activations"] = how
         if file:

@@ -13,7 +13,14 @@ from torch import Tensor
 
 from ... import _checks, _native
 from ...containers import _outer
-from ...recipe import INPUTS, STORED_ACTIVATIONS, WEIGHT_SCALINGS, StoredActivations, WeightScaling
+from ...recipe import (
+    INPUTS,
+    STORED_ACTIVATIONS,
+    WEIGHT_SCALINGS,
+    Activations,
+    StoredActivations,
+    WeightScaling,
+)
 
 FormatName = Literal["modelopt", "compressed-tensors", "fp4gemm"]
 Direction = Literal["decodes", "encodes", "amax"]
@@ -21,6 +28,10 @@ KVCache = Literal["fp8", "nvfp4"]
 Json = Mapping[str, Any]
 
 KV_CACHES: tuple[KVCache, ...] = ("fp8", "nvfp4")
+# The key of ``producer`` for activations that no other library can say, and its values. A scheme has "fp8";
+# "tensor" is for layers of this library alone, and read by the loader for transformers.
+OWN_ACTIVATIONS = "activation_scaling"
+OWN_VALUES: Mapping[Activations, str] = {"per-tensor": "tensor", "fp8": "fp8"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -176,7 +187,9 @@ class Scheme:
         activations: "a16": they stay in 16 bits. "per-token": they are quantized with an amax per token when
             the model runs. "static": with one amax for each module, which the checkpoint holds. Only this
             library knows "per-token": in the formats of others such a checkpoint says the same as a static
-            one, holds outer scales of 1.0 for the activations, and says "per-token" in ``producer``.
+            one, holds outer scales of 1.0 for the activations, and says "per-token" in ``producer``. "fp8":
+            they become e4m3, with one scale for each row (W4A8). Such a checkpoint says the same as one of
+            "a16", and ``activation_scaling: fp8`` in ``producer``.
         ignore: the modules that stay in float, as patterns of :func:`is_ignored`. vLLM and SGLang want
             routers and ``lm_head`` among them.
         kv_cache: what the config says about the KV cache; None: nothing, it stays in 16 bits.
@@ -268,30 +281,63 @@ def producer_of(config: Json) -> Producer | None:
     return Producer(str(found.get("name")), None if version is None else str(version))
 
 
+def own_producer(config: Json) -> Json:
+    """The entry ``producer`` of a config, empty where another program or none is named."""
+    producer = config.get("producer")
+    return producer if isinstance(producer, Mapping) and producer.get("name") == "fp4gemm" else {}
+
+
+def read_own(config: Json, given: StoredActivations, where: str) -> StoredActivations:
+    """The activations of a checkpoint whose other keys say ``given``: "fp8" where its producer says so.
+
+    Raises:
+        ValueError: the producer has another value than this library writes, or one that does not go with
+            activations that are quantized to NVFP4.
+    """
+    value = own_producer(config).get(OWN_ACTIVATIONS)
+    if value is None:
+        return given
+    _checks.is_one_of(f"{where}: {OWN_ACTIVATIONS} of producer", value, tuple(OWN_VALUES.values()))
+    if value != OWN_VALUES["fp8"]:
+        return given
+    if INPUTS[given].is_nvfp4:
+        raise ValueError(
+            f"{where}: {OWN_ACTIVATIONS} of producer is {value!r}, must be absent with activations {given!r}"
+        )
+    return "fp8"
+
+
+def said_to_others(activations: StoredActivations) -> StoredActivations:
+    """What the keys that other libraries read say of activations: "a16" of FP8 tokens."""
+    return "a16" if INPUTS[activations].tokens == "fp8" else activations
+
+
 def read_options(config: Json, given: StoredActivations, where: str) -> tuple[StoredActivations, int]:
     """``activations`` and ``e4m3_max``, which only this library writes beside its name as the producer."""
-    producer = config.get("producer")
-    if not isinstance(producer, Mapping) or producer.get("name") != "fp4gemm":
-        return given, 448
+    producer = own_producer(config)
     activations, e4m3_max = producer.get("activations", given), producer.get("e4m3_max", 448)
-    if activations not in STORED_ACTIVATIONS or INPUTS[activations].is_nvfp4 != INPUTS[given].is_nvfp4:
+    is_known = activations in STORED_ACTIVATIONS and said_to_others(activations) == activations
+    if not is_known or INPUTS[activations].is_nvfp4 != INPUTS[given].is_nvfp4:
         raise ValueError(f"{where}: activations of producer is {activations!r}, must agree with {given!r}")
     if e4m3_max not in (448, 256):
         raise ValueError(f"{where}: e4m3_max of producer is {e4m3_max!r}, must be 448 or 256")
-    return activations, e4m3_max
+    return read_own(config, activations, where), e4m3_max
 
 
 def written_producer(scheme: Scheme, *, has_options: bool) -> dict[str, Any]:
     """The entry ``producer``; with the options that :func:`read_options` reads, unless it is of another."""
     if scheme.producer is not None and scheme.producer.name != "fp4gemm":
-        if scheme.activations == "per-token" or scheme.e4m3_max != 448:
+        if scheme.activations in ("per-token", "fp8") or scheme.e4m3_max != 448:
             raise ValueError(
                 f"producer: got {scheme.producer.name!r}, must be None or fp4gemm where activations are "
-                "per-token or e4m3_max is 256, which only fp4gemm reads"
+                "per-token or fp8, or e4m3_max is 256, which only fp4gemm reads"
             )
         return {"name": scheme.producer.name, "version": scheme.producer.version}
     version = _native.version() if scheme.producer is None else scheme.producer.version
-    options = {"activations": scheme.activations, "e4m3_max": scheme.e4m3_max} if has_options else {}
+    said = said_to_others(scheme.activations)
+    options: dict[str, Any] = {"activations": said, "e4m3_max": scheme.e4m3_max} if has_options else {}
+    if said != scheme.activations:
+        options[OWN_ACTIVATIONS] = OWN_VALUES[scheme.activations]
     return {"name": "fp4gemm", "version": version, **options}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from ...recipe import StoredActivations, WeightScaling
+from ...recipe import STORED_ACTIVATIONS, StoredActivations, WeightScaling
 from . import base
 from .base import Format, Json, KVCache, Scheme
 
@@ -19,10 +19,13 @@ def _read(config: Json, where: str) -> Scheme:
         raise ValueError(f"{where}: format_version is {version!r}, must be {VERSION}")
     ignore = base.read_strings(config.get("ignore"), f"{where}: ignore")
     targets = base.read_strings(config.get("targets"), f"{where}: targets")
+    activations = config.get("activations")
+    if activations in STORED_ACTIVATIONS:
+        activations = base.read_own(config, cast(StoredActivations, activations), where)
     try:
         return Scheme(  # which checks the values
             "fp4gemm",
-            cast(StoredActivations, config.get("activations")),
+            cast(StoredActivations, activations),
             ignore,
             cast("KVCache | None", config.get("kv_cache")),
             cast(int, config.get("e4m3_max")),
@@ -40,7 +43,7 @@ def _write(scheme: Scheme) -> dict[str, Any]:
         "format_version": VERSION,
         "scaling": scheme.scaling,
         "e4m3_max": scheme.e4m3_max,
-        "activations": scheme.activations,
+        "activations": base.said_to_others(scheme.activations),
         "targets": list(scheme.targets),
         "ignore": list(scheme.ignore),
         "kv_cache": scheme.kv_cache,
