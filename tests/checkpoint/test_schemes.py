@@ -190,6 +190,21 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {**MO, "producer": {"name": "fp4gemm", "activations": "a16"}},
         r"activations of producer is 'a16', must agree with 'static'",
     ),
+    "producer_fp8": (
+        {**MO, "producer": {"name": "fp4gemm", "activation_scaling": "fp8"}},
+        r"activation_scaling of producer is 'fp8', must be absent with activations 'static'",
+    ),
+    "producer_unknown": (
+        {**CT, "producer": {"name": "fp4gemm", "activation_scaling": "int8"}},
+        r"activation_scaling of producer: got 'int8', must be 'tensor' or 'fp8'",
+    ),
+    "producer_own": (
+        {
+            **quantization_config(Scheme("fp4gemm", "per-token")),
+            "producer": {"name": "fp4gemm", "activation_scaling": "fp8"},
+        },
+        r"activation_scaling of producer is 'fp8', must be absent with activations 'per-token'",
+    ),
 }
 
 
@@ -216,6 +231,8 @@ def test_two_files_that_disagree(tmp_path: Path) -> None:
 
 
 def test_schemes_that_cannot_be() -> None:
+    with pytest.raises(ValueError, match=r"^producer: got 'modelopt', must be None or fp4gemm where .* fp8"):
+        quantization_config(Scheme("modelopt", "fp8", producer=Producer("modelopt")))
     with pytest.raises(ValueError, match=r"^scaling: got 'row', must be 'tensor' for the modelopt format$"):
         Scheme("modelopt", scaling="row")
     with pytest.raises(ValueError, match=r"^activations: got 'fp6'"):
