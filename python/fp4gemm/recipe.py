@@ -34,6 +34,7 @@ __all__ = [
     "Recipe",
     "StoredActivations",
     "WeightScaling",
+    "automatic",
 ]
 
 Activations = Literal["per-token", "per-tensor", "static", "fp8", "a16"]
@@ -78,7 +79,31 @@ INPUTS: Mapping[Activations, InputKind] = {
     "static": InputKind("nvfp4", None),
     "fp8": InputKind("fp8", 3),
 }
+AUTO = "auto"  # the value of entry points for which :func:`automatic` chooses one of the others
 USES_DATA = ("search", "gptq")  # the methods that read statistics
+
+
+def automatic(multiplies_fp8: bool, *k: int) -> ExpertsActivations:
+    """What ``activations="auto"`` of an entry point becomes for a layer.
+
+    * On compute capability 9.0 "fp8": its tensor cores multiply FP8 and not FP4, and e4m3 rounds tokens less
+      than NVFP4 does.
+    * There, with a k that is no multiple of 64, which FP8 tokens must have, "a16": W4A4 is computed in fp16
+      on 9.0, so that NVFP4 tokens would cost accuracy and gain nothing from the tensor cores.
+    * On all other devices "per-token": on those that multiply FP4, such as 10.0 and 12.0, for their speed,
+      and on the CPU, as the default.
+
+    Entry points keep "per-token" (engines: "checkpoint") as their default: another one would change the bits
+    of every user on compute capability 9.0. What was chosen is in the report of the model, or in the log of
+    the engine.
+
+    Args:
+        multiplies_fp8: whether the layer is on a CUDA device with kernels for FP8 tokens.
+        k: of each weight of the layer.
+    """
+    if not multiplies_fp8:
+        return "per-token"
+    return "a16" if any(size % _checks.FP8_STEP for size in k) else "fp8"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

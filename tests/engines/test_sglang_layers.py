@@ -84,14 +84,14 @@ def _config(format: str, activations: str) -> Any:
 
 def _tensors(w: fp4gemm.NVFP4Tensor, format: str, activations: str) -> dict[str, Tensor]:
     stored = serving.stored(w, format)
-    return serving.without_input_scale(stored) if activations == "a16" else stored
+    return serving.without_input_scale(stored) if activations in ("a16", "fp8") else stored
 
 
 def _x(m: int, k: int) -> Tensor:
     return torch.randn(m, k, generator=torch.Generator().manual_seed(m)).bfloat16()
 
 
-@pytest.mark.parametrize("activations", ["per-token", "a16"])
+@pytest.mark.parametrize("activations", ["per-token", "a16", "fp8"])
 @pytest.mark.parametrize("format", FORMATS)
 def test_shards_of_fused_layers(rank: int, format: str, activations: str) -> None:
     """q, k and v with unequal outer scales: each row has the bits of its own layer, after updates too."""
@@ -118,7 +118,7 @@ def test_shards_of_fused_layers(rank: int, format: str, activations: str) -> Non
         where = now
 
 
-@pytest.mark.parametrize("activations", ["per-token", "a16"])
+@pytest.mark.parametrize("activations", ["per-token", "a16", "fp8"])
 @pytest.mark.parametrize("format", FORMATS)
 def test_experts_of_a_rank(rank: int, format: str, activations: str) -> None:
     """Half of every expert, as SGLang's loader gives it, from the dispatcher's output to the weighted sum."""
@@ -140,7 +140,7 @@ def test_experts_of_a_rank(rank: int, format: str, activations: str) -> None:
     wanted = fp4gemm.nn.Experts.from_quantized(
         fp4gemm.stack([fp4gemm.concat([each["w1"], each["w3"]]) for each in halves]),
         fp4gemm.stack([each["w2"] for each in halves]),
-        activations="a16" if activations == "a16" else "per-token",
+        activations=serving.served(activations),
     )
     for m in M:
         x = _x(m, K)

@@ -26,8 +26,8 @@ PROGRAM = Path(__file__).parents[1] / "support" / "vllm_engine.py"
 STEPS = 4  # of the engine, each of which calls every layer once: one prefill, three decodes
 
 
-def _float(name: str, folder: Path, seed: int) -> Path:
-    model = nvfp4_models.float_model(name)
+def _float(name: str, folder: Path, seed: int, **sizes: int) -> Path:
+    model = nvfp4_models.float_model(name, **sizes)
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         if parameter.dim() > 1:
@@ -65,6 +65,7 @@ def _is_installed() -> None:
         ("llama", "modelopt", "per-token", 8, None),
         ("mixtral", "compressed-tensors", "a16", 6, 0.02),
         ("qwen3-moe", "compressed-tensors", "per-token", 6, None),
+        ("llama", "modelopt", "fp8", 8, 0.05),
     ],
 )
 def test_an_nvfp4_checkpoint_is_served_and_updated(
@@ -77,7 +78,8 @@ def test_an_nvfp4_checkpoint_is_served_and_updated(
     that differs in its last bit may get another code.
     """
     options = ("--format", format, "--activations", activations, "--fuse", "none")
-    first, second = (_converted(_float(name, tmp_path / f"float{i}", i), *options) for i in range(2))
+    sizes = {"intermediate_size": 128} if activations == "fp8" else {}  # k of FP8 tokens: multiples of 64
+    first, second = (_converted(_float(name, tmp_path / f"float{i}", i, **sizes), *options) for i in range(2))
     found = _engine(tmp_path, model=str(first), update=str(second))
     for step in ("first", "updated"):
         assert found[step]["layers"] == layers
@@ -88,8 +90,12 @@ def test_an_nvfp4_checkpoint_is_served_and_updated(
     assert found["first"]["tokens"] != found["updated"]["tokens"]
     assert found["addresses_kept"]
     assert found["num_addresses"] >= 3 * layers
-    what = "W4A16: " if activations == "a16" else "W4A4, an amax for each token: "
-    assert what in found["log"]
+    what = {
+        "a16": "W4A16: ",
+        "per-token": "W4A4, an amax for each token: ",
+        "fp8": "W4A8, FP8 tokens with a scale for each: ",
+    }
+    assert what[activations] in found["log"]
     assert "left to vLLM, the checkpoint excludes it" in found["log"]
 
 

@@ -80,15 +80,15 @@ class _Table:
 
 
 def _quant_config(format: str, activations: str) -> Any:
-    served = "a16" if activations == "a16" else "per-token"
+    served = serving.served(activations)
     if IS_GPU and Device("cuda", torch.cuda.get_device_capability()).reason_against(served, False):  # type: ignore[arg-type]
-        pytest.skip("this device does not multiply unquantized activations")
+        pytest.skip("this device does not multiply such activations")
     return serving.config_of(_Table(), format, activations)  # type: ignore[arg-type]
 
 
 def _tensors(w: fp4gemm.NVFP4Tensor, format: str, activations: str) -> dict[str, Tensor]:
     stored = {name: tensor.cpu() for name, tensor in serving.stored(w, format).items()}
-    return serving.without_input_scale(stored) if activations == "a16" else stored
+    return serving.without_input_scale(stored) if activations in ("a16", "fp8") else stored
 
 
 def _x(m: int, k: int) -> Tensor:
@@ -111,7 +111,7 @@ def _replayed(run: Any) -> tuple[torch.cuda.CUDAGraph, Tensor]:
     return graph, y
 
 
-@pytest.mark.parametrize("activations", ["per-token", "a16"])
+@pytest.mark.parametrize("activations", ["per-token", "a16", "fp8"])
 @pytest.mark.parametrize("format", serving.FORMATS_OF_OTHERS)
 def test_shards_of_fused_layers(rank: int, format: str, activations: str) -> None:
     """q, k and v with unequal outer scales on two ranks: each row has the bits of its own layer."""
@@ -143,7 +143,7 @@ def test_shards_of_fused_layers(rank: int, format: str, activations: str) -> Non
         _same(layer(x)[0], torch.cat(whole, -1))
 
 
-@pytest.mark.parametrize("activations", ["per-token", "a16"])
+@pytest.mark.parametrize("activations", ["per-token", "a16", "fp8"])
 def test_columns_of_a_rank(rank: int, activations: str) -> None:
     config = _quant_config("modelopt", activations)
     layer = _made(
@@ -183,7 +183,7 @@ def _module(experts: list[dict[str, fp4gemm.NVFP4Tensor]], activations: str) -> 
     return fp4gemm.nn.Experts.from_quantized(
         fp4gemm.stack([fp4gemm.concat([each["w1"], each["w3"]]) for each in experts]),
         fp4gemm.stack([each["w2"] for each in experts]),
-        activations="a16" if activations == "a16" else "per-token",
+        activations=serving.served(activations),
     ).to(DEVICE)
 
 
@@ -198,7 +198,7 @@ def _moe(config: Any) -> nn.Module:
     return runner.routed_experts  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("activations", ["per-token", "a16"])
+@pytest.mark.parametrize("activations", ["per-token", "a16", "fp8"])
 @pytest.mark.parametrize("format", serving.FORMATS_OF_OTHERS)
 @pytest.mark.parametrize("use_ep", [False, True], ids=["tensor", "expert"])
 def test_experts_of_a_rank(engine: Any, rank: int, format: str, activations: str, use_ep: bool) -> None:
@@ -240,7 +240,7 @@ class _Block(nn.Module):
         return self.gate_up_proj(x)[0], y
 
 
-@pytest.mark.parametrize("activations", ["per-token", "a16"])
+@pytest.mark.parametrize("activations", ["per-token", "a16", "fp8"])
 @pytest.mark.parametrize("format", serving.FORMATS_OF_OTHERS)
 def test_a_reload_writes_into_the_same_memory(alone: None, format: str, activations: str) -> None:
     """vLLM's own reload: prepacked or not, and seen by a graph that was captured before."""

@@ -36,7 +36,13 @@ ENTRIES: dict[str, Callable[..., Any]] = {
 }
 OPTIONS = {field.name: field.default for field in dataclasses.fields(Recipe)}
 # Where None stands for a default that depends on another option, or the engine's checkpoint decides.
-OPEN = {"weight_scaling": ("row", None), "activations": ("per-token", None, "auto"), "numerics": ("te",)}
+OPEN = {
+    "weight_scaling": ("row", None),
+    "activations": ("per-token", None, "checkpoint"),
+    "numerics": ("te",),
+}
+# Values of entry points that become one of the others, by the device or by the checkpoint of an engine.
+BY_CIRCUMSTANCE = {"auto", "checkpoint"}
 OLD_NAMES = {"activation_scaling", "weight_method", "scaling"}
 
 
@@ -60,7 +66,7 @@ def test_keywords_have_the_values_and_defaults_of_the_recipe(name: str) -> None:
     assert shared >= {"activations"}
     assert not OLD_NAMES & set(parameters)
     for option in shared:
-        assert values(hints[option]) - {"auto"} <= values(wanted[option]), option
+        assert values(hints[option]) - BY_CIRCUMSTANCE <= values(wanted[option]), option
         default = parameters[option].default
         if option == "method":  # None of the others is the best method that data allow
             assert default in (None, "four-over-six")

@@ -13,7 +13,7 @@ import vllm_stub_configs
 @pytest.fixture
 def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.SimpleNamespace]:
     """The stub, installed and registered with fp4gemm: its layers, its table, its platform."""
-    for name in ("ENABLED", "ACTIVATIONS", "IGNORE", "WEIGHT_METHOD", "BATCH_INVARIANT"):
+    for name in ("ENABLED", "ACTIVATIONS", "IGNORE", "WEIGHT_METHOD", "BATCH_INVARIANT", "USE_FAST_ACCUM"):
         monkeypatch.delenv(f"FP4GEMM_SERVING_{name}", raising=False)
     modules = vllm_stub_configs.modules()
     with vllm_stub.installed(modules):

@@ -59,7 +59,7 @@ def _x(m: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("activations", ["per-token", "a16"])
+@pytest.mark.parametrize("activations", ["per-token", "a16", "fp8"])
 @pytest.mark.parametrize("format", [*NAMES, "fp4gemm"])
 def test_fused_layers_with_unequal_outer_scales_are_exact(
     sglang: types.SimpleNamespace, format: str, activations: str, rank: int
@@ -84,9 +84,9 @@ def test_fused_layers_with_unequal_outer_scales_are_exact(
 def _experts(seed: int) -> list[dict[str, fp4gemm.NVFP4Tensor]]:
     return [
         {
-            "w1": serving.weight(96, 64, seed + 3 * e),
-            "w2": serving.weight(64, 96, seed + 3 * e + 1, 0.3),
-            "w3": serving.weight(96, 64, seed + 3 * e + 2, 2.0),
+            "w1": serving.weight(128, 64, seed + 3 * e),
+            "w2": serving.weight(64, 128, seed + 3 * e + 1, 0.3),
+            "w3": serving.weight(128, 64, seed + 3 * e + 2, 2.0),
         }
         for e in range(4)
     ]
@@ -96,16 +96,16 @@ def _reference(experts: list[dict[str, fp4gemm.NVFP4Tensor]], activations: str) 
     return fp4gemm.nn.Experts.from_quantized(
         fp4gemm.stack([fp4gemm.concat([each["w1"], each["w3"]]) for each in experts]),
         fp4gemm.stack([each["w2"] for each in experts]),
-        activations="a16" if activations == "a16" else "per-token",
+        activations=serving.served(activations),
     )
 
 
-@pytest.mark.parametrize("activations", ["per-token", "a16"])
+@pytest.mark.parametrize("activations", ["per-token", "a16", "fp8"])
 @pytest.mark.parametrize("format", [*NAMES, "fp4gemm"])
 def test_experts_have_the_bits_of_nn_experts_and_are_updated_in_place(
     sglang: types.SimpleNamespace, format: str, activations: str
 ) -> None:
-    layer = sglang_stub.FusedMoE(4, 64, 96, _config(sglang, format, activations), "m.experts")
+    layer = sglang_stub.FusedMoE(4, 64, 128, _config(sglang, format, activations), "m.experts")
     x = _x(9)
     scores, ids = torch.rand(9, 4).softmax(-1).topk(2)
     ids = ids.to(torch.int32)
@@ -144,7 +144,7 @@ def test_prepacked_weights_are_updated_in_place(sglang: types.SimpleNamespace) -
     linear = vllm_stub.ColumnParallelLinear(
         64, 48, False, quant_config=_config(sglang, "modelopt"), prefix="m.up_proj"
     )
-    experts = sglang_stub.FusedMoE(4, 64, 96, _config(sglang, "modelopt"), "m.experts")
+    experts = sglang_stub.FusedMoE(4, 64, 128, _config(sglang, "modelopt"), "m.experts")
     x = _x(9)
     scores, ids = torch.rand(9, 4).softmax(-1).topk(2)
     where: list[int] = []
@@ -226,7 +226,7 @@ def test_experts_that_no_operator_runs_are_left_to_sglang(
     sglang: types.SimpleNamespace, runs: dict[str, Any], reason: str
 ) -> None:
     config = _config(sglang, "modelopt")
-    layer = sglang_stub.FusedMoE(4, 64, 96, config, "m.experts", **runs)
+    layer = sglang_stub.FusedMoE(4, 64, 128, config, "m.experts", **runs)
     assert layer.quant_method == "SGLang's method"
     assert config.fp4gemm_report.text() == f"fp4gemm: left to SGLang, {reason}: m.experts"
 
@@ -235,7 +235,7 @@ def test_experts_of_the_runner_triton_kernel_are_left_to_sglang(sglang: types.Si
     """Its tokens are routed in another format; other backends leave the operator the ids of this rank."""
     sglang_stub.BACKEND.value = "triton_kernel"
     config = _config(sglang, "modelopt")
-    assert sglang_stub.FusedMoE(4, 64, 96, config, "m.experts").quant_method == "SGLang's method"
+    assert sglang_stub.FusedMoE(4, 64, 128, config, "m.experts").quant_method == "SGLang's method"
     assert config.fp4gemm_report.text() == (
         "fp4gemm: left to SGLang, --moe-runner-backend triton_kernel routes its tokens in another format: "
         "m.experts"
@@ -252,7 +252,7 @@ def test_the_method_fp4gemm_is_a_choice_of_the_command_line(sglang: types.Simple
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("activations", ["per-token", "a16"])
+@pytest.mark.parametrize("activations", ["per-token", "a16", "fp8"])
 def test_16_bit_weights_become_nvfp4_after_loading(
     sglang: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch, activations: str, rank: int
 ) -> None:
@@ -263,7 +263,7 @@ def test_16_bit_weights_become_nvfp4_after_loading(
         64, [32, 32], False, quant_config=_method(sglang)(), prefix="m.gate_up_proj"
     )
     x, where = _x(7), {}
-    scaling = "a16" if activations == "a16" else "per-token"
+    scaling = serving.served(activations)
     for factor in (1.0, 3.0):
         layer.quant_method.restore_weights_before_loading(layer)
         floats = [_x(32 + i)[:32] * factor for i in range(2)]
@@ -287,11 +287,11 @@ def test_16_bit_weights_become_nvfp4_after_loading(
 
 
 def test_16_bit_experts_become_nvfp4_after_loading(sglang: types.SimpleNamespace) -> None:
-    layer = sglang_stub.FusedMoE(4, 64, 96, _method(sglang)(), "m.experts")
+    layer = sglang_stub.FusedMoE(4, 64, 128, _method(sglang)(), "m.experts")
     generator = torch.Generator().manual_seed(0)
     floats = {
         name: torch.randn(4, *shape, generator=generator).bfloat16()
-        for name, shape in (("w1", (96, 64)), ("w2", (64, 96)), ("w3", (96, 64)))
+        for name, shape in (("w1", (128, 64)), ("w2", (64, 128)), ("w3", (128, 64)))
     }
     for e in range(4):
         for name, stack in floats.items():
@@ -393,9 +393,9 @@ def test_an_sglang_without_a_name_that_is_used_is_left_alone(
 
 
 def test_a_bad_checkpoint_is_refused_by_name(sglang: types.SimpleNamespace) -> None:
-    layer = sglang_stub.FusedMoE(4, 64, 96, _config(sglang, "modelopt"), "m.experts")
+    layer = sglang_stub.FusedMoE(4, 64, 128, _config(sglang, "modelopt"), "m.experts")
     with pytest.raises(TypeError, match=r"m\.experts\.w13_weight_scale: dtype is torch.uint8, .* mxfp4"):
-        serving.load_expert(layer, 0, {"w1": {"weight_scale": torch.zeros(96, 2, dtype=torch.uint8)}})
+        serving.load_expert(layer, 0, {"w1": {"weight_scale": torch.zeros(128, 2, dtype=torch.uint8)}})
 
 
 def test_without_a_kernel_no_hook_is_registered(

@@ -217,7 +217,8 @@ def test_options_come_from_the_environment_and_from_vllm(
     with pytest.raises(ValueError, match="got the option 'activation', must be enabled, activations,"):
         _linear(vllm)
     for name, value, text in (
-        ("ACTIVATIONS", "fp8", "activations: got 'fp8', must be"),
+        ("ACTIVATIONS", "fp6", "activations: got 'fp6', must be"),
+        ("USE_FAST_ACCUM", "maybe", "FP4GEMM_SERVING_USE_FAST_ACCUM: is 'maybe', must be 1 or 0"),
         ("BATCH_INVARIANT", "maybe", "FP4GEMM_SERVING_BATCH_INVARIANT: is 'maybe', must be 1 or 0"),
     ):
         monkeypatch.setenv(f"FP4GEMM_SERVING_{name}", value)

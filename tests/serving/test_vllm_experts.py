@@ -13,7 +13,7 @@ import vllm_stub
 from fp4gemm.checkpoint.formats import FORMATS
 from torch import Tensor
 
-E, D, H = 4, 64, 96  # experts, hidden, intermediate
+E, D, H = 4, 64, 128  # experts, hidden, intermediate
 
 
 def _experts(seed: int = 0, is_gated: bool = True) -> list[dict[str, fp4gemm.NVFP4Tensor]]:
@@ -35,7 +35,7 @@ def _layer(vllm: types.SimpleNamespace, config: Any, **more: Any) -> torch.nn.Mo
 def _load(layer: torch.nn.Module, experts: list[dict[str, fp4gemm.NVFP4Tensor]], format: str) -> None:
     for e, shards in enumerate(experts):
         parts = {shard: serving.stored(w, format) for shard, w in shards.items()}
-        if layer.quant_method.of.activations == "a16":
+        if layer.quant_method.of.activations in ("a16", "fp8"):
             parts = {shard: serving.without_input_scale(each) for shard, each in parts.items()}
         serving.load_expert(layer, e, parts)
     layer.quant_method.process_weights_after_loading(layer)
@@ -59,11 +59,11 @@ def _wanted(
         fp4gemm.stack(first),
         fp4gemm.stack([shards["w2"] for shards in experts]),
         activation=activation,  # type: ignore[arg-type]
-        activations="a16" if activations == "a16" else "per-token",
+        activations=serving.served(activations),
     )
 
 
-@pytest.mark.parametrize("activations", ["per-token", "a16"])
+@pytest.mark.parametrize("activations", ["per-token", "a16", "fp8"])
 @pytest.mark.parametrize("format", [*serving.FORMATS_OF_OTHERS, "fp4gemm"])
 def test_experts_have_the_bits_of_nn_experts(
     vllm: types.SimpleNamespace, format: str, activations: str

@@ -17,7 +17,7 @@ def _x(m: int, k: int) -> torch.Tensor:
     return torch.randn(m, k, generator=torch.Generator().manual_seed(m)).bfloat16()
 
 
-@pytest.mark.parametrize("activations", ["per-token", "a16"])
+@pytest.mark.parametrize("activations", ["per-token", "a16", "fp8"])
 @pytest.mark.parametrize("bound", [448, 256])
 @pytest.mark.parametrize("format", [*serving.FORMATS_OF_OTHERS, "fp4gemm"])
 def test_a_layer_has_the_bits_of_nn_linear(
@@ -27,7 +27,7 @@ def test_a_layer_has_the_bits_of_nn_linear(
     config = serving.config_of(vllm.table, format, activations, e4m3_max=bound)
     layer = vllm.layers.ColumnParallelLinear(64, 48, quant_config=config, prefix="m.up_proj")
     tensors = serving.stored(w, format)
-    if activations == "a16":
+    if activations in ("a16", "fp8"):
         tensors = serving.without_input_scale(tensors)
     serving.load(layer, tensors)
     layer.bias.data = torch.randn(48).bfloat16()
@@ -105,7 +105,7 @@ def test_a_static_scale_is_kept_on_request(
     parts = [serving.weight(32, 64, 5), serving.weight(32, 64, 6)]
     x = _x(7, 64)
     made = {}
-    for activations in ("auto", "static"):
+    for activations in ("checkpoint", "static"):
         monkeypatch.setenv("FP4GEMM_SERVING_ACTIVATIONS", activations)
         config = serving.config_of(vllm.table, "modelopt", "static")
         layer = vllm.layers.MergedColumnParallelLinear(
@@ -118,7 +118,7 @@ def test_a_static_scale_is_kept_on_request(
     q = fp4gemm.quantize(x, scaling="tensor", amax=torch.tensor([3.0]))
     wanted = [fp4gemm.mm(q, w, out_dtype=torch.bfloat16) for w in parts]
     assert torch.equal(made["static"], torch.cat(wanted, -1))
-    assert torch.equal(made["auto"], torch.cat([serving.product(x, w) for w in parts], -1))
+    assert torch.equal(made["checkpoint"], torch.cat([serving.product(x, w) for w in parts], -1))
 
 
 def test_weights_are_updated_in_place(vllm: types.SimpleNamespace) -> None:
@@ -196,7 +196,7 @@ def test_scales_of_activations_in_a_w4a16_checkpoint_have_no_effect(
     assert torch.equal(found, wanted(x, torch.zeros(7, 1, dtype=torch.int32), torch.ones(7, 1)))
 
 
-@pytest.mark.parametrize("activations", ["per-token", "static", "a16"])
+@pytest.mark.parametrize("activations", ["per-token", "static", "a16", "fp8"])
 @pytest.mark.parametrize("format", [*serving.FORMATS_OF_OTHERS, "fp4gemm"])
 def test_a_layer_has_as_many_elements_as_the_checkpoint(
     vllm: types.SimpleNamespace, format: str, activations: str
@@ -204,15 +204,15 @@ def test_a_layer_has_as_many_elements_as_the_checkpoint(
     """vLLM's reload keeps all tensors of a layer until as many elements have come as its parameters have."""
     config = serving.config_of(vllm.table, format, activations)
     linear = vllm.layers.ColumnParallelLinear(64, 48, False, quant_config=config, prefix="m.up_proj")
-    experts = vllm.layers.RoutedExperts(2, 64, 32, config, "m.experts")
+    experts = vllm.layers.RoutedExperts(2, 64, 64, config, "m.experts")
 
     def stored(n: int, k: int) -> dict[str, torch.Tensor]:
         tensors = serving.stored(serving.weight(n, k, 0), format, 1.0 if activations == "static" else None)
-        return serving.without_input_scale(tensors) if activations == "a16" else tensors
+        return serving.without_input_scale(tensors) if activations in ("a16", "fp8") else tensors
 
     def elements(*weights: dict[str, torch.Tensor]) -> int:
         return sum(tensor.numel() for tensors in weights for tensor in tensors.values())
 
-    gate, down = stored(32, 64), stored(64, 32)
+    gate, down = stored(64, 64), stored(64, 64)
     assert sum(p.numel() for p in linear.parameters()) == elements(stored(48, 64))
     assert sum(p.numel() for p in experts.parameters()) == elements(gate, gate, down) * 2

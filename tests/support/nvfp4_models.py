@@ -59,11 +59,11 @@ PROJECTION = ("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")  # ends 
 Change = Callable[[dict[str, Tensor], dict[str, Any]], None]
 
 
-def float_model(name: str, dtype: torch.dtype = torch.bfloat16) -> Any:
-    """A model with random weights and biases; two calls return equal ones."""
+def float_model(name: str, dtype: torch.dtype = torch.bfloat16, **sizes: int) -> Any:
+    """A model with random weights and biases, and these sizes; two calls return equal ones."""
     config, options = (MODELS | MORE_MODELS)[name]
     torch.manual_seed(0)
-    whole = getattr(transformers, config)(**SIZES | options)
+    whole = getattr(transformers, config)(**SIZES | options | sizes)
     made = transformers.AutoModelForCausalLM.from_config(whole, dtype=dtype).eval()
     for key, p in made.named_parameters():
         if key.endswith("bias"):

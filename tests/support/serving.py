@@ -72,7 +72,9 @@ def shard(w: NVFP4Tensor, dim: int, rank: int) -> NVFP4Tensor:
 
 def product(x: Tensor, w: NVFP4Tensor, bias: Tensor | None = None, activations: str = "per-token") -> Tensor:
     """What the layer must return, by the public functions."""
-    layer = fp4gemm.nn.Linear.from_quantized(
-        w, bias, activations="a16" if activations == "a16" else "per-token"
-    )
-    return layer(x)
+    return fp4gemm.nn.Linear.from_quantized(w, bias, activations=served(activations))(x)  # type: ignore[arg-type]
+
+
+def served(activations: str) -> str:
+    """What the layers of a checkpoint with these activations have by default."""
+    return {"static": "per-token"}.get(activations, activations)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
 from ... import _names, kernel_table, support
 from ...checkpoint.formats import Scheme
-from ...recipe import INPUTS, StoredActivations
+from ...checkpoint.formats.base import read_own
+from ...recipe import INPUTS, StoredActivations, automatic
+from ...support import TokenForm
 from .options import Options
 
 __all__ = [
@@ -18,14 +21,16 @@ __all__ = [
     "activations_of",
     "has_input_scale",
     "of_algorithm",
+    "said_by",
     "stored",
     "stored_experts",
 ]
 
 # What stored and of_algorithm return for a layer with NVFP4 weights.
-SERVED: tuple[StoredActivations, ...] = ("per-token", "a16")
+SERVED: tuple[StoredActivations, ...] = ("per-token", "a16", "fp8")
 _ALGORITHMS: dict[str | None, StoredActivations] = {"NVFP4": "per-token", "W4A16_NVFP4": "a16"}
-_UNQUANTIZED = "of unquantized activations"
+# What a device needs beside a product, by what the inputs become; support.gaps_of has these names.
+_NEEDS: dict[TokenForm, str] = {"16-bit": "unquantized activations", "fp8": "FP8 tokens"}
 
 
 class Device:
@@ -38,6 +43,7 @@ class Device:
 
     def __init__(self, kind: str, capability: tuple[int, int] | None = None) -> None:
         self._gaps: dict[str, str] = {}
+        self._is_cuda = kind == "cuda"
         if kind == "cpu":
             return
         where = (
@@ -55,8 +61,27 @@ class Device:
     def reason_against(self, activations: StoredActivations, is_experts: bool) -> str | None:
         """Why fp4gemm does not serve layers with these activations on the device; None if it does."""
         mode = "grouped_mm" if is_experts else "mm"
-        names = [mode] if INPUTS[activations].is_nvfp4 else [mode, f"{mode} {_UNQUANTIZED}"]
+        needs = _NEEDS.get(INPUTS[activations].tokens)
+        names = [mode] if needs is None else [mode, f"{mode} of {needs}"]
         return next((self._gaps[name] for name in names if name in self._gaps), None)
+
+    def check(self, name: str, activations: StoredActivations, is_experts: bool) -> None:
+        """Raise ValueError for FP8 tokens, which a user or a checkpoint asks for, on a device without them.
+
+        The engine would compute with other numbers than were asked for, so that the layer is not left to it.
+        """
+        if INPUTS[activations].tokens != "fp8":
+            return
+        reason = self.reason_against(activations, is_experts)
+        if reason is not None and self.reason_against("per-token", is_experts) is None:
+            raise ValueError(
+                f"{name}: activations is {activations!r}, must be 'per-token', 'a16' or 'auto' on this "
+                f"device (FP4GEMM_SERVING_ACTIVATIONS), or name the layer in the option ignore: {reason}"
+            )
+
+    def automatic(self, is_experts: bool) -> StoredActivations:
+        """What the option "auto" becomes: :func:`fp4gemm.recipe.automatic`, by the kernels of the device."""
+        return automatic(self._is_cuda and self.reason_against("fp8", is_experts) is None)
 
     def built(self) -> str:
         """The text for the log that says which kernels this build of fp4gemm has."""
@@ -64,7 +89,7 @@ class Device:
 
 
 def stored(scheme: Scheme | None, name: str, shards: Sequence[str]) -> StoredActivations | str:
-    """ "per-token" or "a16" for a layer whose weights are or become NVFP4; else the reason why they do not.
+    """ "per-token", "a16" or "fp8" for a layer with NVFP4 weights; else the reason why it has none.
 
     Args:
         scheme: that of the checkpoint; None: it is in 16 bits, and every layer is quantized but routers and
@@ -88,7 +113,7 @@ def stored(scheme: Scheme | None, name: str, shards: Sequence[str]) -> StoredAct
         )
     if not quantized.pop():
         return "the checkpoint excludes it"
-    return "per-token" if INPUTS[scheme.activations].is_nvfp4 else "a16"
+    return "per-token" if INPUTS[scheme.activations].is_nvfp4 else scheme.activations
 
 
 def stored_experts(scheme: Scheme | None, name: str) -> StoredActivations | str:
@@ -112,22 +137,43 @@ def of_algorithm(algorithm: str | None) -> StoredActivations | str:
     return "it is in 16 bits" if algorithm is None else f"its weights are {algorithm}"
 
 
+def said_by(config: Mapping[str, Any], stored: str) -> str:
+    """What :func:`stored` says, with "fp8" where the config of a checkpoint in 16 bits has the key for it.
+
+    Args:
+        config: ``quantization_config`` of a checkpoint in a format of others, whose engines do not read
+            the key.
+
+    Raises:
+        ValueError: the key has another value than this library writes.
+    """
+    known = next((each for each in SERVED if each == stored), None)
+    if known is None or INPUTS[known].is_nvfp4:
+        return stored
+    return read_own(config, known, "quantization_config")
+
+
 def activations_of(
-    options: Options, stored: StoredActivations, name: str, is_experts: bool
+    options: Options, stored: StoredActivations, name: str, is_experts: bool, device: Device
 ) -> StoredActivations:
     """The way in which the inputs of a layer are quantized.
 
     Args:
-        stored: what the checkpoint says: "a16", or "per-token" or "static" for W4A4.
+        stored: what the checkpoint says: "a16", "fp8", or "per-token" or "static" for W4A4.
         name: the name of the layer, for messages.
         is_experts: whether the layer is a mixture of experts.
 
     Raises:
-        ValueError: the option is "static" where there is no static scale, or for experts.
+        ValueError: the option is "static" where there is no static scale, or for experts; or the inputs would
+            become FP8 tokens, which the device does not multiply.
     """
     wanted, is_nvfp4 = options.activations, INPUTS[stored].is_nvfp4
     if wanted == "auto":
-        return "per-token" if is_nvfp4 else "a16"
+        return device.automatic(is_experts)
+    if wanted == "checkpoint":
+        found: StoredActivations = "per-token" if is_nvfp4 else stored
+        device.check(name, found, is_experts)
+        return found
     if wanted == "static" and not is_nvfp4:
         raise ValueError(
             f"{name}: activations is 'static', must be another for a checkpoint of W4A16, which holds no "
@@ -138,6 +184,7 @@ def activations_of(
             f"{name}: activations is 'static', must be another for experts, whose inputs have an amax for "
             "each token; or name the layer in the option ignore"
         )
+    device.check(name, wanted, is_experts)
     return wanted
 
 
@@ -145,8 +192,9 @@ class OwnConfig:
     """``quant_method: fp4gemm`` of a checkpoint, or ``--quantization fp4gemm`` for one in 16 bits.
 
     In the second case every linear layer is quantized with an amax for each row of its weight, but routers
-    and the output embedding, and so are experts. ``method`` of :class:`.Options` says how, and with
-    ``activations="a16"`` inputs stay in 16 bits. Each rank quantizes its own shard.
+    and the output embedding, and so are experts. ``method`` of :class:`.Options` says how; with
+    ``activations="a16"`` inputs stay in 16 bits, and with "fp8" they become FP8 tokens. Each rank quantizes
+    its own shard.
 
     It comes before the class of configs of an engine, and has what engines ask of a config.
     """

@@ -75,8 +75,9 @@ class ExpertsWeights:
         """
         i = intermediate_size_per_partition
         parts = 2 if self.is_gated else 1
-        weights.check_sizes(f"{self.of.name}.w13", parts * i, hidden_size)
-        weights.check_sizes(f"{self.of.name}.w2", hidden_size, i)
+        self.of = self.of.fitted(hidden_size, i)
+        weights.check_sizes(f"{self.of.name}.w13", parts * i, hidden_size, self.of.activations)
+        weights.check_sizes(f"{self.of.name}.w2", hidden_size, i, self.of.activations)
         self.create(layer, num_experts, hidden_size, i, params_dtype, extra_weight_attrs)
 
     def create(
@@ -164,6 +165,7 @@ class ExpertsWeights:
             self.of.activations,
             expert_map,
             self.of.batch_invariant,
+            self.of.use_fast_accum,
         )
 
 

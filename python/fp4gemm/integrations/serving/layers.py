@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ... import _checks
 from ...checkpoint.formats import FORMATS, FormatName
-from ...recipe import DataFree, StoredActivations, WeightScaling
+from ...recipe import INPUTS, DataFree, StoredActivations, WeightScaling, automatic
 from .report import Report
 from .weights import NOT_LOADED
 
@@ -22,7 +22,10 @@ TEXTS: dict[StoredActivations, str] = {
     "per-token": "W4A4, an amax for each token",
     "static": "W4A4, the scale of the checkpoint",
     "a16": "W4A16",
+    "fp8": "W4A8, FP8 tokens with a scale for each",
 }
+# The same of a layer that "auto" leaves in 16 bits on a device that multiplies FP8 tokens.
+NOT_FP8 = "W4A16, since k is no multiple of 64 and activations is 'auto'"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,11 +38,12 @@ class Layer:
         activations: how its input is quantized.
         e4m3_max: the bound of the block scales.
         scaling: "tensor": the checkpoint has an outer scale for each weight; "row": one for each row.
-        batch_invariant: as of :func:`fp4gemm.mm`.
+        batch_invariant, use_fast_accum: as of :func:`fp4gemm.mm`.
         method: how a weight is rounded that the checkpoint has in 16 bits.
         report: told when the weights of the layer are processed.
         has_input_scale: whether the checkpoint has an outer scale of the activations. Where it should have
             none, its parameter is :func:`dropped`.
+        is_automatic: whether "auto" chose the activations, which then may change with k: see :meth:`fitted`.
     """
 
     name: str
@@ -51,6 +55,22 @@ class Layer:
     method: DataFree
     report: Report
     has_input_scale: bool = True
+    use_fast_accum: bool = False
+    is_automatic: bool = False
+
+    def __post_init__(self) -> None:
+        self.report.runs(self.name, TEXTS[self.activations])
+
+    def fitted(self, *k: int) -> Layer:
+        """The layer for weights with these k of this rank; "auto" gives FP8 tokens up if one does not fit."""
+        if not self.is_automatic or INPUTS[self.activations].tokens != "fp8":
+            return self
+        activations = automatic(True, *k)
+        if activations == self.activations:
+            return self
+        made = dataclasses.replace(self, activations=activations)
+        self.report.runs(self.name, NOT_FP8)
+        return made
 
     @property
     def suffixes(self) -> tuple[str, ...]:

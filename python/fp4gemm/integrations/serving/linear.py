@@ -60,13 +60,14 @@ class LinearWeights:
         self.partitions = list(output_partition_sizes)
         layer.logical_widths = output_partition_sizes
         layer.input_size_per_partition, layer.output_size_per_partition = k, n
+        self.of = self.of.fitted(k)
         self.create(layer, n, k, input_size, params_dtype, extra_weight_attrs["weight_loader"])
 
     def create(self, layer: Any, n: int, k: int, full_k: int, dtype: torch.dtype, loader: Any) -> None:
         """Register the parameters of a weight (n, k) of this rank, whose k is ``full_k`` on all ranks."""
         name, names = self.of.name, FORMATS[self.of.format]
         for rows in self.partitions:
-            weights.check_sizes(name, rows, k)
+            weights.check_sizes(name, rows, k, self.of.activations)
         for suffix, kind, step in (
             (names.codes, torch.uint8, 2),
             (names.block_scales, torch.float8_e4m3fn, 16),
@@ -131,6 +132,7 @@ class LinearWeights:
             self.of.activations,
             getattr(layer, "input_amax", None),
             self.of.batch_invariant,
+            self.of.use_fast_accum,
         )
 
 
@@ -144,7 +146,7 @@ class OnlineLinear(LinearWeights):
 
     def create(self, layer: Any, n: int, k: int, full_k: int, dtype: torch.dtype, loader: Any) -> None:
         """Register the weight of this rank, NaN where nothing has been loaded."""
-        weights.check_sizes(self.of.name, n, k)
+        weights.check_sizes(self.of.name, n, k, self.of.activations)
         data = torch.full((n, k), _NAN, device=self.device, dtype=dtype)
         parameter = self.parameters.weight(data=data, input_dim=1, output_dim=0, weight_loader=loader)
         layer.register_parameter("weight", parameter)

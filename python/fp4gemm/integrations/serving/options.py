@@ -15,7 +15,7 @@ from ...recipe import DATA_FREE, DataFree
 __all__ = ["PREFIX", "Options"]
 
 PREFIX = "FP4GEMM_SERVING_"  # the prefix of the environment variables
-ActivationsOption = Literal["auto", "per-token", "static", "a16"]
+ActivationsOption = Literal["checkpoint", "auto", "per-token", "static", "fp8", "a16"]
 _OLD = {"method": f"{PREFIX}WEIGHT_METHOD"}  # old names of environment variables
 _FALSE, _TRUE = ("0", "false", "off", "no"), ("1", "true", "on", "yes")
 
@@ -30,32 +30,44 @@ class Options:
 
     Args:
         enabled: False: the plug-in does nothing.
-        activations: "auto": a checkpoint of W4A4 gets one amax for each token, whatever its ``input_scale``
-            is, and one of W4A16 keeps its activations in 16 bits. "per-token" and "a16" say so for every
-            checkpoint. "static": W4A4 checkpoints keep the scale that they hold; the experts of mixtures,
-            and checkpoints of W4A16, which hold none, are refused then.
+        activations: "checkpoint": a checkpoint of W4A4 gets one amax for each token, whatever its
+            ``input_scale`` is, one of W4A16 keeps its activations in 16 bits, and one that
+            ``convert --activations fp8`` wrote gets FP8 tokens. "per-token", "fp8" and "a16" say so for
+            every checkpoint; "auto" chooses one of them by the device (:func:`fp4gemm.recipe.automatic`),
+            and the log says which. "static": W4A4 checkpoints keep the scale that they hold; the experts of
+            mixtures, and checkpoints of W4A16, which hold none, are refused then. FP8 tokens on a device
+            that does not multiply them, or with a k that is no multiple of 64, are refused.
         ignore: patterns (:mod:`fp4gemm.patterns`) of layers that the engine keeps for itself, by their names
             in the engine; in the environment they are separated by commas.
         method: how bf16 weights are rounded by ``--quantization fp4gemm``, as of
             :meth:`fp4gemm.nn.Linear.from_float`.
         batch_invariant: the bits of a token do not depend on the other tokens of the batch, as
             :func:`fp4gemm.mm` defines it. vLLM's ``VLLM_BATCH_INVARIANT=1`` sets it too.
+        use_fast_accum: as of :func:`fp4gemm.mm`, for the layers whose inputs become FP8 tokens; all others
+            sum in float32. It is refused with activations that never are FP8 tokens.
 
     Raises:
         TypeError, ValueError: a field has another type or value; the text names it.
     """
 
     enabled: bool = True
-    activations: ActivationsOption = "auto"
+    activations: ActivationsOption = "checkpoint"
     ignore: str | Sequence[str] = ()
     method: DataFree = "four-over-six"
     batch_invariant: bool = False
+    use_fast_accum: bool = False
 
     def __post_init__(self) -> None:
         _checks.is_bool("enabled", self.enabled)
         _checks.is_bool("batch_invariant", self.batch_invariant)
+        _checks.is_bool("use_fast_accum", self.use_fast_accum)
         _checks.is_one_of("activations", self.activations, get_args(ActivationsOption))
         _checks.is_one_of("method", self.method, DATA_FREE)
+        if self.use_fast_accum and self.activations not in ("checkpoint", "auto", "fp8"):
+            raise ValueError(
+                f"use_fast_accum: got True with activations {self.activations!r}, must be False unless they "
+                "are 'fp8', 'auto' or 'checkpoint'"
+            )
         object.__setattr__(self, "ignore", patterns.texts("ignore", self.ignore))
 
     @classmethod

@@ -26,6 +26,7 @@ def linear(
     activations: StoredActivations,
     amax: Tensor | None = None,
     batch_invariant: bool = False,
+    use_fast_accum: bool = False,
 ) -> Tensor:
     """``Q(x) @ Q(W).T + bias``, rounded once to the dtype of x.
 
@@ -33,15 +34,22 @@ def linear(
         x: bfloat16 or float16 (..., k); float32 too unless activations is "a16".
         weight: (n, k), with the bias that is added.
         activations: "per-token": each row of x gets its amax. "static": ``amax``, float32 (1,), is that of
-            all; larger values saturate. "a16": x is not quantized.
-        batch_invariant: as of :func:`fp4gemm.mm`.
+            all; larger values saturate. "fp8": each row becomes e4m3 with a scale of its own. "a16": x is
+            not quantized.
+        batch_invariant: as of :func:`fp4gemm.mm`. use_fast_accum: the same, for "fp8" alone.
 
     Returns:
         (..., n). Does not synchronise.
     """
     scaling = INPUTS[activations].scaling
     if scaling is not None:
-        call = LinearCall.of(x, weight, scaling=scaling, batch_invariant=batch_invariant)
+        call = LinearCall.of(
+            x,
+            weight,
+            scaling=scaling,
+            batch_invariant=batch_invariant,
+            use_fast_accum=_is_fast(use_fast_accum, activations),
+        )
         y: Tensor = operators.linear(*call)
         return y
     rows = x.reshape(-1, x.shape[-1])
@@ -61,6 +69,7 @@ def experts(
     activations: StoredActivations,
     expert_map: Tensor | None = None,
     batch_invariant: bool = False,
+    use_fast_accum: bool = False,
 ) -> Tensor:
     """The weighted sum of the experts of this rank that each token names, rounded once to the dtype of x.
 
@@ -72,6 +81,7 @@ def experts(
         w2: (g, d, intermediate).
         expert_map: None, or int32 (experts of all ranks,): the place of each expert on this rank, -1 for
             those of others, which contribute nothing here.
+        batch_invariant, use_fast_accum: as of :func:`linear`.
 
     Returns:
         (t, d). Does not synchronise; a captured graph may be replayed with other ids.
@@ -88,9 +98,15 @@ def experts(
         cast(int, INPUTS[activations].scaling),  # not "static", which options refuse for experts
         activations_table.by_name[activation].number,
         batch_invariant,
+        _is_fast(use_fast_accum, activations),
     )
     y: Tensor = operators.experts(*arguments)
     return y
+
+
+def _is_fast(use_fast_accum: bool, activations: StoredActivations) -> bool:
+    """The option for this layer: other tokens than FP8 have no choice of sums."""
+    return use_fast_accum and INPUTS[activations].tokens == "fp8"
 
 
 def formats(device: torch.device, activations: StoredActivations) -> tuple[str, str]:
@@ -99,6 +115,8 @@ def formats(device: torch.device, activations: StoredActivations) -> tuple[str, 
     streams = support.streams_prepacked(device, tokens)
     if tokens == "16-bit":
         return "bf16", "prepacked" if streams else "nvfp4"
+    if tokens == "fp8":
+        return "e4m3", "prepacked_fp8" if streams else "nvfp4"
     return ("fp16", "prepacked") if streams else ("nvfp4", "nvfp4")
 
 

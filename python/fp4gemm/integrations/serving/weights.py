@@ -13,9 +13,9 @@ from ... import _checks, _values, support
 from ...checkpoint.formats import FORMATS, FormatName
 from ...containers.nvfp4 import NVFP4Tensor
 from ...containers.prepacked import prepack
-from ...nn._inputs import OUT_STEP, check_float_weight
+from ...nn._inputs import OUT_STEP, check_float_weight, k_step
 from ...ops.parts import OperandParts
-from ...recipe import Activations, DataFree, as_quantizer
+from ...recipe import Activations, DataFree, StoredActivations, as_quantizer
 from ...support import TokenForm
 
 __all__ = ["NOT_LOADED", "assembled", "check_sizes", "checked_loader", "hold", "input_amax", "quantized"]
@@ -27,13 +27,17 @@ _MX = "; scales of uint8, one for 32 elements, are mxfp4's, which fp4gemm does n
 _MX_SCALES = (torch.uint8, torch.float8_e8m0fnu)
 
 
-def check_sizes(name: str, n: int, k: int) -> None:
-    """Raise ValueError unless the kernels read a weight (n, k) of one rank."""
-    for what, size, step in (("k", k, _checks.K_STEP_MM), ("n", n, OUT_STEP)):
+def check_sizes(name: str, n: int, k: int, activations: StoredActivations) -> None:
+    """Raise ValueError unless the kernels read a weight (n, k) of one rank beside such inputs."""
+    for what, size, step in (("k", k, k_step(activations)), ("n", n, OUT_STEP)):
         if size % step:
+            is_fp8 = what == "k" and size % _checks.K_STEP_MM == 0
             raise ValueError(
-                f"{name}: {what} is {size} on this rank, must be a multiple of {step}; use another tensor "
-                "parallel size, or name the layer in the option ignore (FP4GEMM_SERVING_IGNORE)"
+                f"{name}: {what} is {size} on this rank, must be a multiple of {step}"
+                + (f" with activations {activations!r}" if is_fp8 else "")
+                + "; use another tensor parallel size, "
+                + ("activations 'a16', 'per-token' or 'auto', " if is_fp8 else "")
+                + "or name the layer in the option ignore (FP4GEMM_SERVING_IGNORE)"
             )
 
 
@@ -149,12 +153,13 @@ def quantized(name: str, weight: Tensor, method: DataFree, activations: Activati
 def hold(weight: NVFP4Tensor, tokens: TokenForm) -> OperandParts:
     """The tensors of a weight as the kernels of its device read them.
 
-    The weight is prepacked on compute capability 9.0, and on 12.0 and 12.1 for 16-bit tokens.
+    The weight is prepacked on compute capability 9.0, for FP8 tokens in their own order (int8 bytes), and on
+    12.0 and 12.1 for 16-bit tokens.
 
     Prepacked bytes are a copy, as large as codes and scales together; the caller frees those.
     """
     if support.streams_prepacked(weight.device, tokens):
-        held = prepack(weight)._operand_parts()
+        held = prepack(weight, fp8=tokens == "fp8")._operand_parts()
         torch.cuda.synchronize(held.data.device)  # kernels may read it before the one that wrote it has ended
         return held
     return weight._operand_parts()

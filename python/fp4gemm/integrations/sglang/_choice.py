@@ -16,7 +16,7 @@ from ...checkpoint.formats import FormatName
 from ...recipe import INPUTS, StoredActivations
 from ..serving import choice
 from ..serving.experts import ACTIVATIONS
-from ..serving.layers import TEXTS, Layer, bound_of
+from ..serving.layers import Layer, bound_of
 from ..serving.options import Options
 from ..serving.report import Report
 from ._methods import (
@@ -49,13 +49,15 @@ def chosen(format: FormatName, original: Any, config: Any, layer: Any, prefix: s
     if stored in choice.SERVED:
         reason = "the option ignore names it" if options.ignores(prefix) else None
     if reason is None:
-        activations = choice.activations_of(options, cast(StoredActivations, stored), prefix, is_experts)
+        stored = choice.said_by(state.get("fp4gemm_config", {}), stored)
+        activations = choice.activations_of(
+            options, cast(StoredActivations, stored), prefix, is_experts, config.fp4gemm_device
+        )
         reason = config.fp4gemm_device.reason_against(activations, is_experts)
     if reason is None and is_experts:
         reason = reason_against(layer)
     if reason is not None:
         return config.fp4gemm_report.left(prefix, reason, original(config, layer, prefix))
-    config.fp4gemm_report.runs(prefix, TEXTS[activations])
     scheme = config.scheme if format == "fp4gemm" else None
     known = Layer(
         name=prefix,
@@ -69,6 +71,8 @@ def chosen(format: FormatName, original: Any, config: Any, layer: Any, prefix: s
         has_input_scale=choice.has_input_scale(scheme)
         if format == "fp4gemm"
         else INPUTS[cast(StoredActivations, stored)].is_nvfp4,
+        use_fast_accum=options.use_fast_accum,
+        is_automatic=options.activations == "auto",
     )
     if format == "fp4gemm" and scheme is None:
         if is_experts:

@@ -19,8 +19,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from ...checkpoint.formats import FormatName
 from ...recipe import INPUTS, StoredActivations, WeightScaling
-from ..serving.choice import SERVED, activations_of, of_algorithm
-from ..serving.layers import TEXTS, Layer, bound_of
+from ..serving.choice import SERVED, activations_of, of_algorithm, said_by
+from ..serving.layers import Layer, bound_of
 from ..serving.options import Options
 from ..serving.report import Report
 from ._methods import (
@@ -45,6 +45,7 @@ class Serves:
     served_format: FormatName
     served_scaling: WeightScaling = "tensor"
     e4m3_max = 448
+    of_checkpoint: Mapping[str, Any] = {}  # the config of a checkpoint in a format of others
 
     def start(self) -> None:
         """Read the options; called once, when the config of the engine exists."""
@@ -53,7 +54,7 @@ class Serves:
         self.report = Report(log.info, "vLLM")
 
     def stored(self, layer: Any, prefix: str) -> StoredActivations | str | None:
-        """ "per-token" or "a16" of a layer with NVFP4 weights; another text says why it has none."""
+        """ "per-token", "a16" or "fp8" of a layer with NVFP4 weights; another text says why it has none."""
         raise NotImplementedError
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
@@ -67,10 +68,11 @@ class Serves:
         if stored is None or stored not in SERVED:
             method = self.of_engine(layer, prefix)
             return method if stored is None else self.report.left(prefix, stored, method)
+        stored = cast(StoredActivations, said_by(self.of_checkpoint, stored))
         reason = "the option ignore names it" if self.serving.ignores(prefix) else None
         activations: StoredActivations = "per-token"
         if reason is None:
-            activations = activations_of(self.serving, stored, prefix, is_experts)
+            activations = activations_of(self.serving, stored, prefix, is_experts, self.device)
             reason = self.device.reason_against(activations, is_experts)
         if reason is None and is_experts:
             reason = reason_against(layer)
@@ -88,7 +90,6 @@ class Serves:
 
     def known(self, prefix: str, activations: StoredActivations, has_input_scale: bool) -> Layer:
         """The description of a layer for its method; the report counts the layer as fp4gemm's."""
-        self.report.runs(prefix, TEXTS[activations])
         return Layer(
             name=prefix,
             format=self.served_format,
@@ -99,6 +100,8 @@ class Serves:
             method=self.serving.method,
             report=self.report,
             has_input_scale=has_input_scale,
+            use_fast_accum=self.serving.use_fast_accum,
+            is_automatic=self.serving.activations == "auto",
         )
 
     def method(self, layer: Any, prefix: str, activations: StoredActivations, has_input_scale: bool) -> Any:
@@ -122,7 +125,7 @@ class _OfModelOpt(Serves):
     @classmethod
     def _from_config(cls, *, original_config: Mapping[str, Any], **given: Any) -> Any:
         made = super()._from_config(original_config=original_config, **given)  # type: ignore[misc]
-        made.e4m3_max = bound_of(original_config)
+        made.e4m3_max, made.of_checkpoint = bound_of(original_config), original_config
         return made
 
     def algorithm(self, prefix: str) -> str | None:
@@ -157,7 +160,7 @@ class Fp4GemmCompressedTensorsConfig(Serves, CompressedTensorsConfig):
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Any:
         made = super().from_config(config)
-        made.e4m3_max = bound_of(config)
+        made.e4m3_max, made.of_checkpoint = bound_of(config), config
         return made
 
     def stored(self, layer: Any, prefix: str) -> StoredActivations | str | None:
