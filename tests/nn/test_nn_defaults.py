@@ -187,6 +187,7 @@ def test_the_table_has_a_line_for_layers_that_differ_in_numbers() -> None:
         "layers.0-2.experts.0-7.up    24 times  96 x 64  quantized  599 kB -> 105 kB    four-over-six",
         "layers.0-2.experts.0-7.down  24 times  64 x 96  quantized  596 kB -> 111 kB    four-over-six",
         "54 linear layers (3 excluded, 51 quantized): 1.25 MB -> 231 kB",
+        "activations: per-token of 51",
         "parameters: 312768 -> 312768, 98.2 % of them in NVFP4",
         "bytes: 1.25 MB -> 231 kB",
     ]

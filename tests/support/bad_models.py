@@ -43,7 +43,7 @@ for name in ("include", "exclude"):
 add(Q, "types", "none", lambda: None, TYPE, "got None (NoneType), must be an iterable of torch.nn.Linear")
 add(Q, "types", "module", lambda: [torch.nn.ReLU], TYPE, "got the class ReLU, must be torch.nn.Linear or")
 for name, wanted in (
-    ("activations", "'per-token', 'per-tensor', 'fp8' or 'a16'"),
+    ("activations", "'per-token', 'per-tensor', 'fp8', 'a16' or 'auto'"),
     ("weight_scaling", "'row' or 'tensor'"),
     ("check_finite", "'off' or 'raise'"),
     ("on_unsupported", "'skip' or 'raise'"),
@@ -58,7 +58,7 @@ add(
     Q, "calibration", "path", lambda: "calibration.safetensors", TYPE, "must be Statistics or a list of batch"
 )
 add(Q, "calibration", "bool", lambda: True, TYPE, "got True (bool), must be Statistics or a list of batches")
-for name in ("sequential", "inplace"):
+for name in ("sequential", "inplace", "use_fast_accum"):
     for value in ("no", None, 0):
         add(Q, name, f"{value}", lambda value=value: value, TYPE, "must be True or False")
 for name in ("report", "progress"):

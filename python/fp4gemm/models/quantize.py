@@ -22,8 +22,18 @@ from ..nn._weight import WeightModule
 from ..nn.experts import Experts
 from ..nn.linear import Linear
 from ..patterns import Filter
-from ..recipe import LayerActivations, Method, Quantizer, Recipe, WeightScaling, data_of
+from ..recipe import (
+    AUTO,
+    LAYER_ACTIVATIONS,
+    LayerActivations,
+    Method,
+    Quantizer,
+    Recipe,
+    WeightScaling,
+    data_of,
+)
 from . import collect, moe, select
+from .automatic import settle
 from .calibration import collected, evaluated
 from .fuse import fuse_blocks
 from .report import QuantizeReport
@@ -43,12 +53,13 @@ def quantize_model(
     include: Filter | None = None,
     exclude: Filter | None = None,
     types: Iterable[type[torch.nn.Linear]] = (torch.nn.Linear,),
-    activations: LayerActivations = "per-token",
+    activations: LayerActivations | Literal["auto"] = "per-token",
     weight_scaling: WeightScaling = "row",
     method: Method | None = None,
     calibration: Statistics | StatisticsFile | Iterable[object] | None = None,
     sequential: bool = False,
     check_finite: CheckFinite = "off",
+    use_fast_accum: bool = False,
     inplace: bool = True,
     report: Callable[[QuantizeReport], object] | None = None,
     progress: Callable[[int, int, str], object] | None = None,
@@ -83,8 +94,13 @@ def quantize_model(
             else, so it is swapped only where it is listed here. :class:`fp4gemm.training.Linear` counts as
             torch.nn.Linear, and converted experts as those of transformers.
         activations, weight_scaling: as in :class:`fp4gemm.nn.Linear`. Experts stay in float with activations
-            "per-tensor".
+            "per-tensor". Activations "auto" are chosen for each layer by the device on which it is now, and
+            by its k: :func:`fp4gemm.recipe.automatic`. The report says what was chosen; a warning, or the
+            report, names layers whose k does not fit. A model that is quantized on the CPU for a GPU needs
+            one of the others.
         check_finite: as in :class:`fp4gemm.nn.Linear`.
+        use_fast_accum: as in :class:`fp4gemm.nn.Linear`, with activations "fp8", or "auto" where it chooses
+            "fp8". It does not change the weights.
         method: how weights are rounded: "round", "four-over-six", "search" or "gptq", as
             :class:`fp4gemm.recipe.Recipe` defines them. None is the best method that the calibration allows:
             "gptq" with second moments, "search" with mean squares, "four-over-six" without calibration.
@@ -130,12 +146,16 @@ def quantize_model(
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model: got {_checks.describe(model)}, must be a torch.nn.Module")
-    check_options(activations, weight_scaling, check_finite)
+    _checks.is_one_of("activations", activations, (*LAYER_ACTIVATIONS, AUTO))
+    is_auto = activations == AUTO
+    first = "per-token" if is_auto else cast(LayerActivations, activations)
+    _checks.is_bool("use_fast_accum", use_fast_accum)
+    check_options(first, weight_scaling, check_finite, use_fast_accum and not is_auto)
     _checks.is_one_of("on_unsupported", on_unsupported, get_args(OnUnsupported))
     _checks.is_one_of("fuse", fuse, get_args(Fuse))
     _checks.is_bool("inplace", inplace)
     recipe = Recipe(
-        activations=activations,
+        activations=first,
         weight_scaling=weight_scaling,
         method=method,
         data=data_of(calibration, sequential),
@@ -143,7 +163,7 @@ def quantize_model(
     for name, callback in (("progress", progress), ("report", report)):
         _checks.is_callback(name, callback)
     candidates = select.chosen(model, include, exclude, types)
-    select.refuse_unsupported(model, candidates, activations, raises=on_unsupported == "raise")
+    select.refuse_unsupported(model, candidates, first, raises=on_unsupported == "raise")
     weights = float_weights(
         model,
         [c.module for c in candidates if c.action == "quantized"],
@@ -152,7 +172,7 @@ def quantize_model(
     before = _totals(model)
 
     chosen = [c for c in candidates if c.action == "quantized"]
-    swapper = Swapper(recipe, check_finite, len(chosen), progress)
+    swapper = Swapper(recipe, check_finite, use_fast_accum, is_auto, len(chosen), progress)
     if sequential:
         swapper.walk(model, chosen, calibration)
     else:
@@ -174,6 +194,9 @@ def quantize_model(
         return model
     if done_report.names("skipped"):
         warnings.warn(f"quantize_model: {done_report.about_skipped()}", stacklevel=3)
+    for reason, names in swapper.changed.items():
+        more = "" if len(names) == 1 else f" and {len(names) - 1} more"
+        warnings.warn(f"quantize_model: {names[0]!r}{more}: {reason}", stacklevel=3)
     if include is None and done_report.bytes_of_others > MANY_OTHERS * done_report.model_bytes_before:
         warnings.warn(f"quantize_model: {done_report.about_others()}", stacklevel=3)
     return model
@@ -222,11 +245,19 @@ class Swapper:
         self,
         recipe: Recipe,
         check_finite: CheckFinite,
+        use_fast_accum: bool,
+        is_auto: bool,
         total: int,
         progress: Progress | None,
     ) -> None:
         self._recipe = recipe
-        self._options: dict[str, Any] = {"activations": recipe.activations, "check_finite": check_finite}
+        self._options: dict[str, Any] = {
+            "activations": recipe.activations,
+            "check_finite": check_finite,
+            "use_fast_accum": use_fast_accum and not is_auto,
+        }
+        self._is_auto, self._use_fast_accum = is_auto, use_fast_accum
+        self.changed: dict[str, list[str]] = {}  # the layers that "auto" treats apart, by the reason
         self._factorization = Factorization()
         self._progress, self._done, self._total = progress, 0, total
 
@@ -267,6 +298,12 @@ class Swapper:
         with materialized(c.module):
             c.swapped = quantized(c, {**self._options, "method": quantizer})
         carry_over(c.module, c.swapped)
+        if self._is_auto:
+            reason = settle(c.swapped, self._use_fast_accum)
+            if reason:
+                self.changed.setdefault(reason, []).append(c.names[0])
+                c.reason = "; ".join(filter(None, (c.reason, reason)))
+        c.activations = c.swapped.activations
         c.method = cast(Method, self._recipe.method)
         if quantizer.errors:
             squares = [error * error for error in quantizer.errors]

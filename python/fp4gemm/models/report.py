@@ -29,6 +29,8 @@ class LayerReport:
         bytes_before, bytes_after: weight and bias of this layer. 0 for a name whose module was listed before.
         method: of quantize_model, with which the weight was made; "" if it stays in float.
         output_error: |X (W - Q)^T| / |X W^T| on the calibration's inputs X; None without calibration.
+        activations: how the layer quantizes its input, which ``activations="auto"`` has chosen by its device
+            and k; "" if it stays in float.
     """
 
     name: str
@@ -39,6 +41,7 @@ class LayerReport:
     bytes_after: int
     method: str = ""
     output_error: float | None = None
+    activations: str = ""
 
     @property
     def size(self) -> str:
@@ -50,7 +53,7 @@ class ExpertsReport:
     """The result of quantize_model for the experts of one block, 3-D parameters of a module of transformers.
 
     Attributes:
-        name, action, reason, bytes_before, bytes_after, method: as of :class:`LayerReport`.
+        name, action, reason, bytes_before, bytes_after, method, activations: as of :class:`LayerReport`.
         output_error: that of both products, the root of the mean of the squares.
         size: how many experts there are, the sizes of their weights and the activation, in words.
         activation: as :class:`fp4gemm.nn.Experts` has it; "" if the experts could not be read.
@@ -65,6 +68,7 @@ class ExpertsReport:
     bytes_after: int
     method: str = ""
     output_error: float | None = None
+    activations: str = ""
 
 
 @dataclass(frozen=True)
@@ -190,6 +194,11 @@ class QuantizeReport:
         lines.append(_counted("linear layer", self.layers))
         if self.experts:
             lines.append(_counted("module of experts", self.experts, "modules of experts"))
+        chosen = Counter(e.activations for e in self.swapped if e.activations)
+        if chosen:
+            lines.append(
+                "activations: " + ", ".join(f"{kind} of {number}" for kind, number in chosen.items())
+            )
         if self.weights:
             sizes: Counter[str] = Counter()
             for weight in self.weights:

@@ -37,6 +37,7 @@ class Candidate:
     swapped: Linear | Experts | None = None
     method: str = ""
     output_error: float | None = None
+    activations: str = ""
 
     @property
     def is_linear(self) -> bool:
@@ -180,7 +181,7 @@ def reports(candidates: list[Candidate]) -> tuple[tuple[LayerReport, ...], tuple
         after = before if c.swapped is None else _num_bytes(c.swapped)
         for i, name in enumerate(c.names):
             action, reason = c.action, c.reason
-            how = (c.method, c.output_error)
+            how = (c.method, c.output_error, c.activations)
             if i > 0:
                 action = "shared" if c.action == "quantized" else c.action
                 reason, before, after = f"same module as {c.names[0]}", 0, 0

@@ -14,7 +14,10 @@ from ... import _checks, patterns
 from ..._renamed import old_attribute, renamed
 from ...calibration.statistics import StatisticsFile
 from ...checkpoint.formats import FORMATS, FormatName, Scheme, quantization_config, read_quantization_config
+from ...checkpoint.formats.base import OWN_ACTIVATIONS, OWN_VALUES
+from ...nn._inputs import check_fast_accum
 from ...recipe import (
+    AUTO,
     LAYER_ACTIVATIONS,
     WEIGHT_SCALINGS,
     LayerActivations,
@@ -27,16 +30,14 @@ from ...recipe import (
 __all__ = ["Fp4GemmConfig", "compressed_tensors"]
 
 Fuse = Literal["auto", "none"]
-# What a file says of activations that no scheme has: the key of the producer, and its values.
-OWN_ACTIVATIONS = "activation_scaling"
-OWN_VALUES: dict[LayerActivations, str] = {"per-tensor": "tensor", "fp8": "fp8"}
+FAST = "use_fast_accum"  # the key of the producer for this option
 PACKED = "nvfp4-pack-quantized"  # the format of compressed-tensors that is NVFP4
 OPTIONS = (
     *("weight_scaling", "activations", "method", "calibration"),
-    *("include", "exclude", "fuse", "format"),
+    *("include", "exclude", "fuse", "use_fast_accum", "format"),
 )
 OLD_OPTIONS = ("activation_scaling",)  # their old names
-OF_LOADING = ("activations", "fuse")  # the options that a quantized checkpoint leaves open
+OF_LOADING = ("activations", "fuse", "use_fast_accum")  # the options that a quantized checkpoint leaves open
 
 
 class Fp4GemmConfig(QuantizationConfigMixin):
@@ -46,13 +47,15 @@ class Fp4GemmConfig(QuantizationConfigMixin):
     layer is held in float at a time. :func:`fp4gemm.models.quantize_model` says which layers stay in float.
 
     With an NVFP4 checkpoint the options that concern the weights must be absent, since the checkpoint has
-    settled them; ``activations`` and ``fuse`` are still open.
+    settled them; ``activations``, ``fuse`` and ``use_fast_accum`` are still open.
 
     Args:
         weight_scaling: "row" or "tensor", as for ``quantize_model``. None is "row" for the format "fp4gemm",
             and "tensor" for the others, which can hold no other.
-        activations: "per-token", "per-tensor", "fp8" or "a16", as for :class:`fp4gemm.nn.Linear`. None: what
-            an NVFP4 checkpoint says, "a16" or "per-token"; with a float checkpoint "per-token".
+        activations: "per-token", "per-tensor", "fp8" or "a16", as for :class:`fp4gemm.nn.Linear`. "auto":
+            each layer gets those of the device that it is loaded onto (:func:`fp4gemm.recipe.automatic`), and
+            the log says which. None: what an NVFP4 checkpoint says, "a16", "fp8" or "per-token"; with a float
+            checkpoint "per-token".
         method: how weights are rounded, as for ``quantize_model``; None is the best that calibration allows,
             "four-over-six" without. "search" needs calibration here, and only it and "gptq" accept one.
         calibration: the path of a file of :meth:`fp4gemm.calibration.Statistics.save`, whose statistics are
@@ -61,6 +64,8 @@ class Fp4GemmConfig(QuantizationConfigMixin):
             onto one device, and quantized then. config.json of a quantized model does not name it.
         include, exclude: patterns of names (:mod:`fp4gemm.patterns`), as for ``quantize_model``.
         fuse: as for ``quantize_model``.
+        use_fast_accum: as for ``quantize_model``, with activations that are "fp8" or become so. None: what
+            an NVFP4 checkpoint says that this library saved, unless ``activations`` are given, else False.
         format: what ``save_pretrained`` writes: "modelopt", "compressed-tensors" or "fp4gemm". None: as the
             model was loaded, else "modelopt".
 
@@ -78,24 +83,29 @@ class Fp4GemmConfig(QuantizationConfigMixin):
         self,
         *,
         weight_scaling: WeightScaling | None = None,
-        activations: LayerActivations | None = None,
+        activations: LayerActivations | Literal["auto"] | None = None,
         method: Method | None = None,
         calibration: str | os.PathLike[str] | Sequence[object] | None = None,
         include: str | Sequence[str] | None = None,
         exclude: str | Sequence[str] | None = None,
         fuse: Fuse | None = None,
+        use_fast_accum: bool | None = None,
         format: FormatName | None = None,
     ) -> None:
         self.quant_method = "fp4gemm"
         for name, value, allowed in (
             ("weight_scaling", weight_scaling, WEIGHT_SCALINGS),
-            ("activations", activations, LAYER_ACTIVATIONS),
+            ("activations", activations, (*LAYER_ACTIVATIONS, AUTO)),
             ("method", method, get_args(Method)),
             ("fuse", fuse, get_args(Fuse)),
             ("format", format, tuple(FORMATS)),
         ):
             if value is not None:
                 _checks.is_one_of(name, value, allowed)
+        is_auto = activations == AUTO
+        stated = None if is_auto else cast("LayerActivations | None", activations)
+        if use_fast_accum is not None:
+            check_fast_accum(use_fast_accum, stated or "fp8")  # what the others become is known later
         known = _calibration(calibration)
         self._given = {
             name: value
@@ -107,6 +117,7 @@ class Fp4GemmConfig(QuantizationConfigMixin):
                 ("include", _patterns("include", include)),
                 ("exclude", _patterns("exclude", exclude)),
                 ("fuse", fuse),
+                ("use_fast_accum", use_fast_accum),
                 ("format", format),
             )
             if value is not None
@@ -114,7 +125,7 @@ class Fp4GemmConfig(QuantizationConfigMixin):
         self.activations = activations
         self.weight_scaling: WeightScaling = weight_scaling or _scaling_of(format)
         self.recipe = Recipe(
-            activations=activations or "per-token",
+            activations=stated or "per-token",
             weight_scaling=self.weight_scaling,
             method=method,
             data=data_of(known),
@@ -125,6 +136,7 @@ class Fp4GemmConfig(QuantizationConfigMixin):
         self.include = _patterns("include", include)
         self.exclude = _patterns("exclude", exclude)
         self.fuse: Fuse = fuse or "none"
+        self.use_fast_accum = bool(use_fast_accum)
         self.format = format
 
     @classmethod
@@ -157,9 +169,9 @@ class Fp4GemmConfig(QuantizationConfigMixin):
         made.scheme = dataclasses.replace(scheme, targets=("Linear",)) if is_mix else scheme
         return made
 
-    def describe(self, activations: LayerActivations, fused: Mapping[str, int]) -> None:
+    def describe(self, activations: LayerActivations, fused: Mapping[str, int], use_fast_accum: bool) -> None:
         """Take over the options of loading from the model that is being saved."""
-        self.activations = activations
+        self.activations, self.use_fast_accum = activations, use_fast_accum
         self.fused = fused or None
         self.fuse = "auto" if fused else "none"
 
@@ -168,10 +180,12 @@ class Fp4GemmConfig(QuantizationConfigMixin):
         if not isinstance(producer, Mapping) or producer.get("name") != "fp4gemm":
             return
         activations, fused = producer.get(OWN_ACTIVATIONS), producer.get("fused")
-        if activations is not None:
-            what = f"quantization_config: {OWN_ACTIVATIONS} of producer"
-            _checks.is_one_of(what, activations, tuple(OWN_VALUES.values()))
-            self.activations = next(name for name, value in OWN_VALUES.items() if value == activations)
+        if activations is not None:  # the scheme was read, which checks it
+            found = next(name for name, value in OWN_VALUES.items() if value == activations)
+            self.activations = cast(LayerActivations, found)
+        fast = producer.get(FAST, False)
+        _checks.is_bool(f"quantization_config: {FAST} of producer", fast)
+        self.use_fast_accum = fast
         if fused is not None:
             if not isinstance(fused, Mapping) or not all(type(number) is int for number in fused.values()):
                 raise ValueError(
@@ -192,14 +206,19 @@ class Fp4GemmConfig(QuantizationConfigMixin):
                 f"{settled[0]}: got {self._given[settled[0]]!r}, must be absent for a checkpoint that is "
                 f"quantized already; {' and '.join(OF_LOADING)} are still open"
             )
-        return dict(self._given)
+        given = dict(self._given)
+        return {"use_fast_accum": False, **given} if "activations" in given else given
 
     def to_dict(self) -> dict[str, Any]:
         """The content for config.json: that of the checkpoint, once there is one."""
         if self.scheme is not None:
             made = quantization_config(self.scheme)
-            if self.activations in OWN_VALUES:  # the scheme says the others
-                made["producer"][OWN_ACTIVATIONS] = OWN_VALUES[self.activations]
+            if self.activations in OWN_VALUES:
+                made["producer"][OWN_ACTIVATIONS] = OWN_VALUES[cast(LayerActivations, self.activations)]
+            elif self.activations is not None:  # the scheme says the others
+                made["producer"].pop(OWN_ACTIVATIONS, None)
+            if self.use_fast_accum:
+                made["producer"][FAST] = True
             if self.fused is not None:
                 made["producer"]["fused"] = dict(self.fused)
             return made

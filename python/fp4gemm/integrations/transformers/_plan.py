@@ -198,7 +198,9 @@ def _add_experts(
     return []
 
 
-def swap(model: Any, plan: Plan, activations: LayerActivations, dtype: torch.dtype | None) -> None:
+def swap(
+    model: Any, plan: Plan, activations: LayerActivations, use_fast_accum: bool, dtype: torch.dtype | None
+) -> None:
     """Put empty NVFP4 modules on the meta device in the place of the float ones.
 
     A layer with a stored weight or bias of its own is not tied, as lm_head may be to the embeddings.
@@ -219,6 +221,7 @@ def swap(model: Any, plan: Plan, activations: LayerActivations, dtype: torch.dty
             dtype=dtype,
             activations=activations,
             weight_scaling="row" if stored.is_per_row else "tensor",
+            use_fast_accum=use_fast_accum,
         )
     for name, read in plan.experts.items():
         experts = made[name] = nn.Experts(
@@ -230,6 +233,7 @@ def swap(model: Any, plan: Plan, activations: LayerActivations, dtype: torch.dty
             device="meta",
             dtype=dtype,
             activations=activations,  # type: ignore[arg-type]  # Experts check it
+            use_fast_accum=use_fast_accum,
         )
         for child in ("w13", "w2"):
             if not plan.fills[f"{name}.{child}.{ANCHOR}"].is_per_row:

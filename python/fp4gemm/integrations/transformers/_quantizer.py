@@ -17,13 +17,17 @@ from ...calibration.statistics import StatisticsFile
 from ...checkpoint.calibration import batches_of, length_of
 from ...checkpoint.formats import FORMATS
 from ...models import select
+from ...models.automatic import settle
 from ...models.fuse import fuse_blocks, fused
 from ...models.quantize import quantize_model, quantized, statistics_of
 from ...models.report import QuantizeReport
 from ...models.select import Candidate
 from ...nn._hooks import accelerate_hook, carry_over, materialized
+from ...nn._inputs import check_fast_accum
 from ...nn._weight import WeightModule
-from ...recipe import INPUTS, Quantizer
+from ...nn.experts import Experts
+from ...nn.linear import Linear
+from ...recipe import AUTO, INPUTS, LayerActivations, Quantizer
 from ._config import Fp4GemmConfig
 from ._convert import FillStored, QuantizeFloat, StoredConverter
 from ._plan import Plan, make_plan, swap
@@ -88,8 +92,10 @@ class Fp4GemmQuantizer(HfQuantizer):
             )
         modules, unused = stored_modules(headers(files), FORMATS[scheme.format])
         self.plan = make_plan(model, modules, unused, scheme.format, scheme.e4m3_max)
-        of_checkpoint = "per-token" if INPUTS[scheme.activations].is_nvfp4 else "a16"
-        swap(model, self.plan, config.activations or of_checkpoint, dtype)  # type: ignore[arg-type]
+        of_checkpoint = "per-token" if INPUTS[scheme.activations].is_nvfp4 else scheme.activations
+        activations = self._first if config.activations == AUTO else config.activations or of_checkpoint
+        check_fast_accum(self._fast, activations)
+        swap(model, self.plan, cast(LayerActivations, activations), self._fast, dtype)
         self.unused = Counter(name.rpartition(".")[2] for name in unused)
         if scheme.activations == "per-token":  # scales of activations are 1.0 then, for other loaders
             del self.unused[FORMATS[scheme.format].input_scale]
@@ -102,6 +108,7 @@ class Fp4GemmQuantizer(HfQuantizer):
 
     def _expect_float(self, model: Any) -> None:
         config = self.quantization_config
+        check_fast_accum(self._fast, self._first)
         candidates = select.find(model)
         with torch.device("cpu"):  # activations of experts are evaluated on the CPU
             select.select(
@@ -111,7 +118,7 @@ class Fp4GemmQuantizer(HfQuantizer):
                 patterns.checked("exclude", config.exclude),
                 (torch.nn.Linear,),
             )
-            select.refuse_unsupported(model, candidates, self._activations, raises=False)
+            select.refuse_unsupported(model, candidates, self._first, raises=False)
         self._chosen = {c.names[0]: c for c in candidates if c.action == "quantized"}
         if config.calibration is not None:
             for c in self._chosen.values():
@@ -133,6 +140,17 @@ class Fp4GemmQuantizer(HfQuantizer):
     @property
     def _activations(self) -> Any:
         return self.quantization_config.activations or "per-token"
+
+    @property
+    def _first(self) -> LayerActivations:
+        """The activations with which layers are made; after "auto" they change once the weights are there."""
+        activations = self._activations
+        return "per-token" if activations == AUTO else cast(LayerActivations, activations)
+
+    @property
+    def _fast(self) -> bool:
+        """use_fast_accum with which layers are made; "auto" sets it with the activations."""
+        return self.quantization_config.use_fast_accum and self._activations != AUTO
 
     # ---- while they are read
 
@@ -180,7 +198,8 @@ class Fp4GemmQuantizer(HfQuantizer):
         known = {} if config.calibration is None else statistics_of(candidate, self._statistics)
         quantizer = Quantizer(config.recipe, known)
         options: dict[str, Any] = {
-            "activations": self._activations,
+            "activations": self._first,
+            "use_fast_accum": self._fast,
             "weight_scaling": config.weight_scaling,
             "method": quantizer,
             "check_finite": "off",
@@ -222,10 +241,23 @@ class Fp4GemmQuantizer(HfQuantizer):
                 "offload_buffers=True to from_pretrained",
                 kept,
             )
+        if self._activations == AUTO:
+            self._settle(model)
         if self.quantization_config.fuse == "auto":
             fuse_blocks(model)
             self._compare_fused(model)
         return model
+
+    def _settle(self, model: Any) -> None:
+        """Give the layers the activations of their devices, and log which."""
+        chosen: Counter[str] = Counter()
+        for name, module in model.named_modules():
+            if isinstance(module, (Linear, Experts)):
+                reason = settle(module, self.quantization_config.use_fast_accum)
+                if reason:
+                    logger.warning("%s: %s", name, reason)
+                chosen[module.activations] += 1
+        _log_chosen(chosen)
 
     def _compare_fused(self, model: Any) -> None:
         """Warn if other blocks were fused than in the model that was saved."""
@@ -253,12 +285,15 @@ class Fp4GemmQuantizer(HfQuantizer):
             for entry in done.swapped:
                 if entry.reason and entry.action != "excluded":
                     logger.warning("%s: %s: %s", entry.name, entry.action, entry.reason)
+            if config.activations == AUTO:
+                _log_chosen(Counter(e.activations for e in done.swapped if e.action == "quantized"))
 
         return quantize_model(
             model,
             include=cast(Any, config.include),
             exclude=cast(Any, config.exclude),
             activations=self._activations,
+            use_fast_accum=config.use_fast_accum,
             weight_scaling=config.weight_scaling,
             method=config.method,
             calibration=batches,
@@ -296,6 +331,11 @@ class Fp4GemmQuantizer(HfQuantizer):
     @property
     def is_compileable(self) -> bool:
         return True
+
+
+def _log_chosen(chosen: Counter[str]) -> None:
+    """Log what "auto" has chosen, with the number of layers."""
+    logger.info("%s", "; ".join(f"activations {kind!r} of {n} layers" for kind, n in chosen.items()))
 
 
 def saver() -> Fp4GemmQuantizer:

@@ -27,6 +27,13 @@ from ._config import Fp4GemmConfig
 
 __all__ = ["state_dict"]
 
+# What a checkpoint says of the activations of layers.
+_STORED: dict[LayerActivations, StoredActivations] = {
+    "per-token": "per-token",
+    "per-tensor": "per-token",
+    "fp8": "fp8",
+    "a16": "a16",
+}
 Weight = tuple[str, NVFP4Tensor, Tensor | None]  # the name of the module in a checkpoint, weight, bias
 
 
@@ -40,8 +47,8 @@ def state_dict(model: Any, config: Fp4GemmConfig) -> dict[str, Tensor]:
         ValueError: naming the layer that the format cannot hold, and what to do.
     """
     format: FormatName = config.format or "modelopt"
-    of_layers, e4m3_max = _agreed(model)
-    activations: StoredActivations = "per-token" if INPUTS[of_layers].is_nvfp4 else "a16"
+    of_layers, e4m3_max, use_fast_accum = _agreed(model)
+    activations = _STORED[of_layers]
     state: dict[str, Tensor] = {}
     about, scaling = FORMATS[format], "tensor"
     inner = _inner(model)
@@ -67,30 +74,32 @@ def state_dict(model: Any, config: Fp4GemmConfig) -> dict[str, Tensor]:
         e4m3_max=e4m3_max,
         scaling=scaling,  # type: ignore[arg-type]
     )
-    config.describe(of_layers, fused(model))
+    config.describe(of_layers, fused(model), use_fast_accum)
     return state
 
 
-def _agreed(model: Any) -> tuple[LayerActivations, int]:
-    """The values on which all layers agree: activations and e4m3_max.
+def _agreed(model: Any) -> tuple[LayerActivations, int, bool]:
+    """The values on which all layers agree: activations, e4m3_max and use_fast_accum.
 
     Raises:
         ValueError: they do not agree. RuntimeError: a layer has no weight yet.
     """
     scalings: dict[LayerActivations, str] = {}
     bounds: dict[int, str] = {}
+    sums: dict[bool, str] = {}
     for name, module in model.named_modules():
         if isinstance(module, (nn.Linear, nn.Experts)):
             scalings[module.activations] = name
+            sums[module.use_fast_accum] = name
         if isinstance(module, WeightModule):
             with materialized(module):
                 module._require_weight()
                 bounds[module.e4m3_max] = name
-    for what, found in (("activations", scalings), ("e4m3_max", bounds)):
+    for what, found in (("activations", scalings), ("e4m3_max", bounds), ("use_fast_accum", sums)):
         if len(found) > 1:
             listed = ", ".join(f"{value!r} of {name}" for value, name in found.items())
             raise ValueError(f"model: its layers differ in {what} ({listed}), must not in a checkpoint")
-    return next(iter(scalings)), next(iter(bounds))
+    return next(iter(scalings)), next(iter(bounds)), next(iter(sums))
 
 
 def _stored(name: str, weight: NVFP4Tensor, format: FormatName) -> StoredWeight:
