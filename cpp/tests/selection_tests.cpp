@@ -17,7 +17,9 @@ void test_table() {
     CHECK(names.insert(info.name).second, "%s is in the table twice", info.name);
     char expected[96];
     std::string const operand = info.operand;
-    std::string const variant = operand.rfind("prepacked", 0) == 0 ? operand + "_"
+    // The table has kernels of both kinds for FP8 tokens, whose sums are promoted or not.
+    bool const is_fast = operand == "prepacked_fp8" && std::strstr(info.name, "_fast_") != nullptr;
+    std::string const variant = operand.rfind("prepacked", 0) == 0 ? operand + (is_fast ? "_fast_" : "_")
                                 : info.is_swapped != 0             ? "swapped_"
                                                                    : "";
     std::snprintf(expected, sizeof(expected), "sm%d_%s_%dx%dx%d_c%dx%d_%s%s_%s", info.arch, info.mode,
@@ -77,10 +79,11 @@ struct Wanted {
   fp4gemm_ragged_t ragged = FP4GEMM_RAGGED_M;
   int batch_invariant = 0;
   fp4gemm_activation_t activation = FP4GEMM_ACTIVATION_NONE;
+  int use_fast_accum = 0;
 
   int select() const {
     return fp4gemm_select_kernel(arch, num_sms, m, n, k, num_groups, ragged, dtype, formats.a, formats.b,
-                                 batch_invariant, /*use_fast_accum=*/0, activation);
+                                 batch_invariant, use_fast_accum, activation);
   }
 };
 
@@ -263,8 +266,12 @@ void test_every_kernel_is_selected() {
                 for (auto activation : {FP4GEMM_ACTIVATION_NONE, FP4GEMM_ACTIVATION_SWIGLU}) {
                   Wanted wanted{device.arch, device.num_sms, m, n, k, dtype, formats, num_groups};
                   wanted.activation = activation;
-                  if (int const index = wanted.select(); index >= 0) {
-                    is_selected[index] = 1;
+                  // use_fast_accum changes the selection for FP8 tokens alone.
+                  for (int fast = 0; fast <= (formats.a == FP4GEMM_FORMAT_E4M3 ? 1 : 0); ++fast) {
+                    wanted.use_fast_accum = fast;
+                    if (int const index = wanted.select(); index >= 0) {
+                      is_selected[index] = 1;
+                    }
                   }
                 }
               }
