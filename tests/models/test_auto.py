@@ -87,6 +87,22 @@ def test_on_hopper_each_layer_gets_what_its_k_allows(multiplies_fp8: None) -> No
         fp4gemm.models.quantize_model(model, activations="auto")
 
 
+@pytest.mark.parametrize(("intermediate", "kind"), [(128, "fp8"), (96, "a16")])
+def test_experts_compute_what_they_say(multiplies_fp8: None, intermediate: int, kind: Any) -> None:
+    """Also after a call with the activations that they were made with."""
+    torch.manual_seed(0)
+    weights = torch.randn(2, 2 * intermediate, 64), torch.randn(2, 64, intermediate)
+    x, scores = torch.randn(5, 64).bfloat16(), torch.rand(5, 2)
+    ids = torch.rand(5, 2).argsort(dim=1)
+    layer = nn.Experts.from_float(*weights)
+    before = layer(x, ids, scores)
+    of_models.settle(layer)
+    assert layer.activations == kind
+    wanted = nn.Experts.from_float(*weights, activations=kind)(x, ids, scores)
+    assert torch.equal(layer(x, ids, scores), wanted)
+    assert not torch.equal(wanted, before)
+
+
 def test_layers_that_fit_are_no_warning(multiplies_fp8: None) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -282,7 +282,6 @@ def test_experts_prepack_themselves(streams: None, gen: torch.Generator) -> None
     layer.update_(w13=torch.randn(4, 256, 192), layout="interleaved")
     assert layer.w13.weight_prepacked is place
     layer.activations = "per-token"
-    layer._scaling = 1
     layer(x, ids, weights)
     assert layer.w13.weight_prepacked.dtype is torch.uint8
 

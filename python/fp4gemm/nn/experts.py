@@ -148,7 +148,6 @@ class Experts(torch.nn.Module):
         self.activation = activation.name
         self.activations = activations
         self._activation = activation.number
-        self._scaling = INPUTS[activations].scaling
 
     @classmethod
     @renamed("activation_scaling", "weight_method")
@@ -675,7 +674,8 @@ def multiply(
 ) -> Tensor:
     """The operator ``experts`` with the weights and options of a layer."""
     more = (False, True) if layer.use_fast_accum else ()
-    arguments = ExpertsCall.arguments(x, ids, scores, w13, w2, layer._scaling, layer._activation, *more)
+    scaling = INPUTS[layer.activations].scaling
+    arguments = ExpertsCall.arguments(x, ids, scores, w13, w2, scaling, layer._activation, *more)
     y: Tensor = operators.experts(*arguments)
     return y
 
