@@ -145,7 +145,7 @@ def _wrapped(text: str) -> str:
 
 def _refused(rows: Sequence[Row]) -> str:
     wrong = refusals(rows)
-    return f"Refused: {'; '.join(wrong)}." if wrong else "Nothing was refused."
+    return _wrapped(f"Refused: {'; '.join(wrong)}.") if wrong else "Nothing was refused."
 
 
 def _where(rows: Sequence[Row]) -> str:
