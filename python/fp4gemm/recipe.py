@@ -97,6 +97,10 @@ def automatic(multiplies_fp8: bool, *k: int) -> ExpertsActivations:
     of every user on compute capability 9.0. What was chosen is in the report of the model, or in the log of
     the engine.
 
+    ``quantize_model`` and ``Fp4GemmConfig`` make the weights as for "per-token", whatever is chosen: without
+    ``fp8_operand`` of :func:`fp4gemm.quantize`, which "search" and "gptq" have with "fp8" alone. Engines make
+    the weights of a 16-bit checkpoint for the activations that were chosen.
+
     Args:
         multiplies_fp8: whether the layer is on a CUDA device with kernels for FP8 tokens.
         k: of each weight of the layer.
@@ -114,8 +118,9 @@ class Recipe:
         activations: how the input of a product is quantized when the model runs. "per-token": each row has
             an amax of its own. "per-tensor": all rows share one, which is measured in every call. "static":
             all rows share one, which the checkpoint holds. "fp8": the input becomes e4m3, with one scale for
-            each row (W4A8; :func:`fp4gemm.quantize_fp8`); the methods "search" and "gptq" then know that the
-            products round the values of weights to e4m3 (``fp8_operand`` of :func:`fp4gemm.quantize`).
+            each row (W4A8; :func:`fp4gemm.quantize_fp8`); the methods "search" and "gptq" then take into
+            account that products round the values of weights to e4m3 (``fp8_operand`` of
+            :func:`fp4gemm.quantize`).
             "a16": the input stays in bfloat16 or float16.
         weight_scaling: "row": one amax for each output channel. "tensor": one for the weight, or for the
             weights that an engine joins; the formats of ModelOpt and compressed-tensors hold no other. None

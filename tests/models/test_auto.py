@@ -87,6 +87,25 @@ def test_on_hopper_each_layer_gets_what_its_k_allows(multiplies_fp8: None) -> No
         fp4gemm.models.quantize_model(model, activations="auto")
 
 
+def test_weights_are_those_of_the_default(multiplies_fp8: None) -> None:
+    """The device of a layer is looked at once its weight is there."""
+    torch.manual_seed(0)
+    model, x = torch.nn.Sequential(torch.nn.Linear(128, 64, dtype=torch.bfloat16)), torch.randn(32, 128)
+    codes = {}
+    for kind in ("auto", "per-token", "fp8"):
+        made = fp4gemm.models.quantize_model(
+            model,
+            activations=kind,  # type: ignore[arg-type]
+            method="search",
+            calibration=[x.bfloat16()],
+            inplace=False,
+        )
+        codes[kind] = made[0].weight.codes
+        assert made[0].activations == ("per-token" if kind == "per-token" else "fp8")
+    assert torch.equal(codes["auto"], codes["per-token"])
+    assert not torch.equal(codes["auto"], codes["fp8"])
+
+
 @pytest.mark.parametrize(("intermediate", "kind"), [(128, "fp8"), (96, "a16")])
 def test_experts_compute_what_they_say(multiplies_fp8: None, intermediate: int, kind: Any) -> None:
     """Also after a call with the activations that they were made with."""

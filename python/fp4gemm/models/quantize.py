@@ -96,8 +96,9 @@ def quantize_model(
         activations, weight_scaling: as in :class:`fp4gemm.nn.Linear`. Experts stay in float with activations
             "per-tensor". Activations "auto" are chosen for each layer by the device on which it is now, and
             by its k: :func:`fp4gemm.recipe.automatic`. The report says what was chosen; a warning, or the
-            report, names layers whose k does not fit. A model that is quantized on the CPU for a GPU needs
-            one of the others.
+            report, names layers whose k does not fit. The weights are those of "per-token": the methods
+            "search" and "gptq" take the rounding to e4m3 into account with "fp8" alone. A model that is
+            quantized on the CPU for a GPU needs one of the others.
         check_finite: as in :class:`fp4gemm.nn.Linear`.
         use_fast_accum: as in :class:`fp4gemm.nn.Linear`, with activations "fp8", or "auto" where it chooses
             "fp8". It does not change the weights.

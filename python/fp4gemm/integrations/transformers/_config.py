@@ -54,8 +54,8 @@ class Fp4GemmConfig(QuantizationConfigMixin):
             and "tensor" for the others, which can hold no other.
         activations: "per-token", "per-tensor", "fp8" or "a16", as for :class:`fp4gemm.nn.Linear`. "auto":
             each layer gets those of the device that it is loaded onto (:func:`fp4gemm.recipe.automatic`), and
-            the log says which. None: what an NVFP4 checkpoint says, "a16", "fp8" or "per-token"; with a float
-            checkpoint "per-token".
+            the log says which; float weights are quantized as for "per-token". None: what an NVFP4 checkpoint
+            says, "a16", "fp8" or "per-token"; with a float checkpoint "per-token".
         method: how weights are rounded, as for ``quantize_model``; None is the best that calibration allows,
             "four-over-six" without. "search" needs calibration here, and only it and "gptq" accept one.
         calibration: the path of a file of :meth:`fp4gemm.calibration.Statistics.save`, whose statistics are
