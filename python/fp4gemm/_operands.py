@@ -25,8 +25,8 @@ OR_PREPACKED = "or an fp4gemm.PrepackedTensor"
 
 
 _NO_GROUPS = (
-    "must have groups: quantize(x, offs=offs) for the rows of experts, quantize(x, axis=0, offs=offs) for "
-    "the gradients of weights"
+    "must have groups: quantize(x, offs=offs) or quantize_fp8(x, offs=offs) for the rows of experts, "
+    "quantize(x, axis=0, offs=offs) for the gradients of weights"
 )
 _LEFT = (NVFP4Tensor, DecodedTensor, FP8Tensor)
 _RAGGED = {0: "m", 1: "k"}  # the key is offs_dim

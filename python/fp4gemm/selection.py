@@ -9,7 +9,8 @@ kernel: a name from :func:`fp4gemm.kernels`, whose architecture, mode, epilogue,
 must be those of the call. n, k: sizes of the call; m: the least and the most rows, of all groups together;
 operands: how a and b are stored, for example ["fp16", "prepacked"] (kernel_table.FORMATS). A key that is
 omitted matches any call. The rules do not apply to calls that name a kernel or ask for a batch-invariant one,
-nor to calls that torch.compile traces.
+nor to calls that torch.compile traces. A kernel that keeps FP8 sums in the tensor cores is chosen for calls
+with use_fast_accum=True alone.
 """
 
 from __future__ import annotations
