@@ -115,6 +115,8 @@ def test_repr_and_pytree(gen: torch.Generator) -> None:
 
     p = fp4gemm.prepack(weight(40, 96, gen, 2))
     assert repr(p) == "PrepackedTensor(shape=(2, 40, 96), amax=(2, 40), e4m3_max=448, device='cpu')"
+    w = fp4gemm.prepack(weight(40, 64, gen), fp8=True)
+    assert repr(w) == "PrepackedTensor(shape=(40, 64), amax=(40,), e4m3_max=448, fp8=True, device='cpu')"
     leaves, spec = pytree.tree_flatten(p)
     assert leaves == [p.data, p.amax] or all(x is y for x, y in zip(leaves, (p.data, p.amax), strict=True))
     back = pytree.tree_unflatten(leaves, pytree.treespec_loads(pytree.treespec_dumps(spec)))

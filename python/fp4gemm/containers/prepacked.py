@@ -117,6 +117,9 @@ class PrepackedTensor(Container):
     def _operand_parts(self) -> OperandParts:
         return OperandParts(self.data, None, self.amax, self.e4m3_max, self.shape[-2])
 
+    def _options(self) -> list[str]:
+        return [*super()._options(), *(["fp8=True"] if self.fp8 else [])]
+
     def __reduce__(self) -> tuple[Any, ...]:
         return prepack, (unprepack(self), *((True,) if self.fp8 else ()))
 
