@@ -266,8 +266,8 @@ class Fp4GemmQuantizer(HfQuantizer):
         if want and got != want:
             logger.warning(
                 "the model that was saved had the fused blocks %s, and the loaded one has %s, so that their "
-                "results may differ by roundings: the code of the model differs, or it had hooks when it was "
-                "quantized",
+                "results may differ by roundings: the code of the model or the activations of its layers "
+                "differ, or it had hooks when it was quantized",
                 want,
                 got,
             )
