@@ -190,7 +190,7 @@ class Library:
     def linear(self, x: torch.Tensor, w: Any, use_fast_accum: bool) -> torch.Tensor:
         y = w4a8.token_values(x).double() @ self.weight(w).double().T
         if self.fault == "fast" and use_fast_accum:
-            y[:, 3] *= 1.1
+            y[:, 3] *= 1.5  # far more than TOLERANCE_OF_FAST allows
         return y.bfloat16()
 
     def grouped(self, x: torch.Tensor, w: Any, offs: torch.Tensor, use_fast_accum: bool) -> torch.Tensor:
