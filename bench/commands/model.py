@@ -272,7 +272,8 @@ class Steps:
         inputs = list(self._layer_inputs())
         if name in self.made.emulated:
             plain, exact = self.made.plain, self.made.emulated[name]
-            return emulation.off_by(model.layers[0], plain, exact, inputs)
+            most = emulation.MOST_OF_FP8 if name == FP8 else None
+            return emulation.off_by(model.layers[0], plain, exact, inputs, most)
         return emulation.apart(model.layers[0], self.made.plain, inputs)
 
     def _layer_inputs(self) -> Iterator[tuple[Any, ...]]:

@@ -47,7 +47,7 @@ def arguments(**changed: Any) -> GemmArgs:
 GROUPED = {"num_groups": 2, "offs": ADDRESS}
 # What the query of the workspace refuses too, as it does not depend on pointers.
 BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "number": ({"quantize_a": 3}, "quantize_a: is 3, must be a fp4gemm_quantize_a_t"),
+    "number": ({"quantize_a": 4}, "quantize_a: is 4, must be a fp4gemm_quantize_a_t"),
     "negative": ({"quantize_a": -1}, "quantize_a: is -1"),
     "codes": (
         {"a": Operand(ADDRESS, ADDRESS, FORMAT_NVFP4)},
@@ -57,7 +57,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "prepacked": ({"a": Operand(ADDRESS, None, FORMAT_PREPACKED)}, "a: format is 3"),
     "fp32 without": (
         {"a": Operand(ADDRESS, None, FORMAT_FP32), "quantize_a": 0},
-        "a: format is 4, must be FP4GEMM_FORMAT_NVFP4, FP4GEMM_FORMAT_FP16 or FP4GEMM_FORMAT_BF16",
+        "a: format is 4, must be FP4GEMM_FORMAT_NVFP4, FP4GEMM_FORMAT_FP16, FP4GEMM_FORMAT_BF16 or ",
     ),
     "fp32 b": ({"b": Operand(ADDRESS, None, FORMAT_FP32)}, "b: format is 4"),
     "ragged k": (
