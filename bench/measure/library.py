@@ -29,7 +29,7 @@ from fp4gemm.device.timing import (
 )
 from fp4gemm.integrations.serving import products
 from fp4gemm.integrations.serving import weights as serving_weights
-from fp4gemm.kernel_table import KernelInfo
+from fp4gemm.kernel_table import KernelInfo, kernel_by_name
 from fp4gemm.ops import options as _options
 from fp4gemm.ops.options import SIGNS
 from fp4gemm.ops.parts import OperandParts
@@ -55,6 +55,7 @@ __all__ = [
     "gaussian_weights",
     "gemm_operator",
     "has_nvfp4_cores",
+    "kernel_by_name",
     "kernels_of",
     "library_file",
     "occupied_groups",

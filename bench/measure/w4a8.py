@@ -15,7 +15,7 @@ import torch
 from fp4gemm import FP8Tensor, NVFP4Tensor, PrepackedTensor
 from torch import Tensor
 
-from .library import ActivationName, activation_number
+from .library import ActivationName, activation_number, kernel_by_name
 from .verify import same_bits
 
 FORMS = ("e4m3", "prepacked_fp8")  # of tokens and weights, as kernels name them
@@ -92,7 +92,8 @@ def experts(
 
 def forced(kernel: str) -> dict[str, Any]:
     """The keywords of mm and grouped_mm for a kernel: some kernels need use_fast_accum."""
-    return {"kernel": kernel} | ({"use_fast_accum": True} if "_fp8_fast_" in kernel else {})
+    found = kernel_by_name(kernel)
+    return {"kernel": kernel} | ({"use_fast_accum": True} if found is not None and found.fast_accum else {})
 
 
 def grouped(x: Tensor, w: PrepackedTensor, offs: Tensor, use_fast_accum: bool) -> Tensor:

@@ -168,22 +168,19 @@ def _quantized(layer: DecoderLayer, kind: Kind) -> tuple[nn.Module, QuantizeRepo
         NotImplementedError: the device has no kernels for it.
     """
     reports: list[QuantizeReport] = []
-    _quantize_experts(layer, kind.activations)
+    _quantize_experts(layer, kind)
     made = fp4gemm.models.quantize_model(
         layer,
         activations=kind.activations,
+        use_fast_accum=kind.use_fast_accum,
         method="round",  # as the emulation; the speed does not depend on it
         fuse="auto",
         report=reports.append,
     )
-    if kind.use_fast_accum:
-        for module in made.modules():
-            if isinstance(module, (fp4gemm.nn.Linear, fp4gemm.nn.Experts)):
-                module.use_fast_accum = True
     return made, reports[0]
 
 
-def _quantize_experts(layer: DecoderLayer, activations: ExpertsActivations) -> None:
+def _quantize_experts(layer: DecoderLayer, kind: Kind) -> None:
     """Replaces the experts of a layer, as quantize_model does it where transformers defines them."""
     experts = getattr(layer.mlp, "experts", None)
     activation: ActivationName = "swiglu_oai" if isinstance(experts, OssExperts) else "swiglu"
@@ -196,7 +193,8 @@ def _quantize_experts(layer: DecoderLayer, activations: ExpertsActivations) -> N
             layout="halves" if experts.is_concatenated else "interleaved",
             is_transposed=experts.is_transposed,
             activation=activation,
-            activations=activations,
+            activations=kind.activations,
+            use_fast_accum=kind.use_fast_accum,
             method="round",
         )
 
