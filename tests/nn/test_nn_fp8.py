@@ -331,7 +331,7 @@ def test_merged_layers_keep_the_options() -> None:
 
 # ---- refusals
 
-NOT_FP8 = "use_fast_accum: got True with activations '{}', must be False unless 'fp8'"
+NOT_FP8 = "use_fast_accum: got True with activations '{}', must be False unless they are 'fp8'"
 
 
 @pytest.mark.parametrize("kind", ["per-token", "per-tensor", "a16"])

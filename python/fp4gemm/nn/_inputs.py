@@ -35,7 +35,7 @@ def check_fast_accum(use_fast_accum: object, activations: object) -> None:
     _checks.is_bool("use_fast_accum", use_fast_accum)
     if use_fast_accum and INPUTS[cast(Activations, activations)].tokens != "fp8":
         raise ValueError(
-            f"use_fast_accum: got True with activations {activations!r}, must be False unless 'fp8'"
+            f"use_fast_accum: got True with activations {activations!r}, must be False unless they are 'fp8'"
         )
 
 
