@@ -65,6 +65,10 @@ def ones(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -
     return torch.ones(shape, dtype=dtype, device=device)
 
 
+def half(*shape: int) -> torch.Tensor:
+    return ones(*shape, dtype=torch.float16)
+
+
 def quantized(rows: int = M, k: int = K, device: str = "cpu", rotated: bool = False) -> NVFP4Tensor:
     return fp4gemm.quantize(ones(rows, k), hadamard="bf16" if rotated else None).to(device)
 

@@ -16,6 +16,7 @@ from bad_base import (
     ends,
     every_other,
     grad,
+    half,
     misaligned,
     ones,
 )
@@ -23,10 +24,6 @@ from fp4gemm import FP8Tensor, reference
 
 CASES = Cases()
 add, add_together = CASES.add, CASES.add_together
-
-
-def half(*shape: int) -> torch.Tensor:
-    return ones(*shape, dtype=torch.float16)
 
 
 T = fp4gemm.quantize_fp8(ones(M, K))

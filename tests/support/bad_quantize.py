@@ -15,6 +15,7 @@ from bad_base import (
     ends,
     every_other,
     grad,
+    half,
     misaligned,
     ones,
 )
@@ -33,10 +34,6 @@ FLOAT = (
     "reference.mxfp8_quantize reference.quantize_decoded reference.quantize_fp8"
 )
 X = f"{FLOAT} {HALF} {HALF_REFERENCE}"
-
-
-def half(*shape: int) -> torch.Tensor:
-    return ones(*shape, dtype=torch.float16)
 
 
 # x

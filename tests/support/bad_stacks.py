@@ -19,6 +19,7 @@ from bad_base import (
     ends,
     every_other,
     grad,
+    half,
     misaligned,
     ones,
     quantized,
@@ -26,10 +27,6 @@ from bad_base import (
 
 CASES = Cases()
 add, add_together = CASES.add, CASES.add_together
-
-
-def half(*shape: int) -> torch.Tensor:
-    return ones(*shape, dtype=torch.float16)
 
 
 # x (g, n, k)
