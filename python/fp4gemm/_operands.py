@@ -282,8 +282,9 @@ def chosen_kernel(
         return None
     k = gemm_ops.k_of(x.a)
     ragged = "k" if x.is_ragged_k else "m"
-    fast = use_fast_accum
-    return selection.find(x.a, n, k, out_dtype, mode, is_gated, formats, ragged, use_fast_accum=fast)
+    return selection.find(
+        x.a, n, k, out_dtype, mode, is_gated, formats, ragged, use_fast_accum=use_fast_accum
+    )
 
 
 def _check_kernel(

@@ -378,8 +378,9 @@ class Linear(WeightModule):
             dtype = terms.get("out_dtype", x.dtype)
             n, k = self.out_features, self.in_features
             is_gated = by_number[call.activation].is_gated
-            fast = self.use_fast_accum
-            kernel = selection.find(rows, n, k, dtype, "dense", is_gated, formats, use_fast_accum=fast)
+            kernel = selection.find(
+                rows, n, k, dtype, "dense", is_gated, formats, use_fast_accum=self.use_fast_accum
+            )
             call = call._replace(kernel_name=kernel)
         if needs_gradient(call):
             return self._recorded(call)
