@@ -21,8 +21,8 @@ from torch import Tensor
 
 pytestmark = pytest.mark.gpu
 
-# Of the norm, before the output is rounded: where the accumulators of the tensor cores are added to float32
-# sums, and where they are not.
+# The error before the output is rounded, relative to the norm of the output, is less than BOUND if the kernel
+# adds the accumulators of the tensor cores to float32 sums, and less than FAST_BOUND if it does not.
 BOUND, FAST_BOUND = 5e-4, 5e-3
 
 

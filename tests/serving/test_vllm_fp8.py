@@ -80,7 +80,7 @@ def test_16_bit_weights_with_fp8_tokens(vllm: types.SimpleNamespace, monkeypatch
 def test_k_that_is_no_multiple_of_64_is_refused_by_name(
     vllm: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch, option: str
 ) -> None:
-    """Of the shard of a rank, whoever asks for FP8 tokens: the option or the checkpoint."""
+    """A rank checks k of its shard if the option or the checkpoint asks for FP8 tokens."""
     _option(monkeypatch, option)
     config = serving.config_of(vllm.table, "modelopt", "fp8" if option == "checkpoint" else "a16")
     text = (

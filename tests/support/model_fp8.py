@@ -8,7 +8,7 @@ from model import F32_MAX, e4m3_values, encode_fp8
 from torch import Tensor
 
 F = np.float32
-# Of each byte of 64: the element whose code it is.
+# ELEMENT[i] is the element of a run of 64 whose code is stored in byte i.
 ELEMENT = [16 * q + 8 * w + 4 * h + b for w in range(2) for h in range(2) for q in range(4) for b in range(4)]
 
 
