@@ -70,6 +70,8 @@ def test_unequal_scales_of_fused_layers_are_exact(name: str, format: FormatName,
         for key, p in original.named_parameters():
             if "k_proj.weight" in key or "up_proj.weight" in key:
                 p.mul_(64)
+            if "v_proj.weight" in key:
+                p.mul_(1 / 64)
             if "gate_up_proj" in key:
                 p[:, p.shape[1] // 2 :].mul_(1 / 64)
     folder = write_nvfp4(original, tmp_path, format, "a16")
