@@ -32,6 +32,7 @@ FLOAT32_MAX = 3.4028234663852886e38
 CPU_KERNEL = "cpu_reference"
 CODE_DTYPES = (torch.uint8, torch.float4_e2m1fn_x2)
 SCALE_DTYPES = (torch.float8_e4m3fn, torch.uint8)
+PREPACKED_DTYPES = (torch.uint8, torch.int8)  # of prepacked bytes; is_for_fp8 says which is which
 _WITH_MEMORY = (Tensor, torch.nn.Parameter)
 _INT32 = torch.iinfo(torch.int32)
 _interpreter = torch._C._functorch.peek_interpreter_stack
@@ -365,12 +366,22 @@ def fp8_tokens(name: str, value: object, function: str = "fp4gemm.mm") -> Tensor
     return x
 
 
+def is_for_fp8(packed: Tensor) -> bool:
+    """Return whether prepacked bytes are in the order for FP8 tokens, by their dtype."""
+    return packed.dtype is torch.int8
+
+
+def prepacked_dtype(fp8: bool) -> torch.dtype:
+    """Return the dtype of prepacked bytes in the order for FP8 tokens, or in that for all others."""
+    return torch.int8 if fp8 else torch.uint8
+
+
 def prepacked_order(name: str, x: Tensor, fp8: bool) -> None:
     """Raise TypeError unless the dtype of prepacked bytes is that of the order for the tokens.
 
-    fp8: the tokens are FP8. The bytes are int8 then, and uint8 for all other tokens.
+    fp8: the tokens are FP8.
     """
-    wanted = torch.int8 if fp8 else torch.uint8
+    wanted = prepacked_dtype(fp8)
     if x.dtype is not wanted:
         tokens, how = ("FP8 tokens", "w, fp8=True") if fp8 else ("tokens that are not FP8", "w")
         raise TypeError(

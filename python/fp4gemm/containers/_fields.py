@@ -79,8 +79,8 @@ def prepacked(data: object, amax: object, shape: object) -> None:
     if len(shape) not in (2, 3) or shape[-1] % _checks.BLOCK:
         raise ValueError(f"shape: got {shape}, must be (n, k) or (g, n, k), k a multiple of {_checks.BLOCK}")
     x = _checks.is_tensor("data", data)
-    _checks.has_dtype("data", x, (torch.uint8, torch.int8))
-    fp8 = x.dtype is torch.int8
+    _checks.has_dtype("data", x, _checks.PREPACKED_DTYPES)
+    fp8 = _checks.is_for_fp8(x)
     *lead, n, k = shape
     if fp8 and k % _checks.FP8_STEP:
         raise ValueError(f"shape: got {shape}, must have k a multiple of {_checks.FP8_STEP} with int8 data")

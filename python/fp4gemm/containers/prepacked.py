@@ -88,7 +88,7 @@ class PrepackedTensor(Container):
     @property
     def fp8(self) -> bool:
         """Whether the bytes are in the order for FP8 tokens."""
-        return self.data.dtype is torch.int8
+        return _checks.is_for_fp8(self.data)
 
     def __getitem__(self, e: int) -> PrepackedTensor:
         """Matrix e (n, k) of a stack, with its amax (1,) or (n,); it shares memory.

@@ -360,7 +360,7 @@ class WeightModule(torch.nn.Module):
     def _is_prepacked_for(self, tokens: TokenForm) -> bool:
         """Whether the weight is prepacked in the order that products with such tokens read."""
         held = self._buffers.get(PREPACKED)
-        return held is not None and is_for_fp8(held) is (tokens == "fp8")
+        return held is not None and _checks.is_for_fp8(held) is (tokens == "fp8")
 
     def _unprepacked(self) -> NVFP4Tensor:
         """Codes and block scales of the prepacked bytes, in new memory; with the amax of the layer."""
@@ -493,7 +493,7 @@ class WeightModule(torch.nn.Module):
         if place is None:
             return {**parts, "weight_codes": new.codes, "weight_scales": new.scales}
         with torch.inference_mode(False), torch.no_grad():
-            return {**parts, PREPACKED: prepack(new, is_for_fp8(place)).data}
+            return {**parts, PREPACKED: prepack(new, _checks.is_for_fp8(place)).data}
 
     def _write(self, parts: dict[str, Tensor]) -> None:
         """Copy the tensors of an update into the buffers, after all checks, so that nothing can fail."""
@@ -581,15 +581,10 @@ class WeightModule(torch.nn.Module):
                 self._has_weight = not self.weight_codes.is_meta or is_assigned
             self._remember_buffers(is_loaded)
             if place is not None and not (is_assigned and not problems):
-                self._hold_prepacked(is_for_fp8(place), place)
+                self._hold_prepacked(_checks.is_for_fp8(place), place)
 
 
 # ---- the buffers by themselves
-
-
-def is_for_fp8(packed: Tensor) -> bool:
-    """Whether prepacked bytes are in the order for FP8 tokens."""
-    return packed.dtype is torch.int8
 
 
 def new_buffers(shape: tuple[int, ...], num_amax: int, device: torch.device | None) -> dict[str, Tensor]:

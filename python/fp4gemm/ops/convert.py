@@ -245,7 +245,7 @@ def prepack(call: PrepackCall) -> Tensor:
 def prepack_fake(call: PrepackCall) -> Tensor:
     *stack, n, half_k = call.codes.shape
     wanted = _checks.prepacked_bytes(n, 2 * half_k, call.fp8)
-    return call.codes.new_empty((*stack, wanted), dtype=torch.int8 if call.fp8 else torch.uint8)
+    return call.codes.new_empty((*stack, wanted), dtype=_checks.prepacked_dtype(call.fp8))
 
 
 class UnprepackCall(NamedTuple):
@@ -269,8 +269,8 @@ def unprepack(call: UnprepackCall) -> tuple[Tensor, Tensor]:
     """
     packed, n, k = call
     x = _checks.is_tensor("packed", packed)
-    _checks.has_dtype("packed", x, (torch.uint8, torch.int8))
-    fp8 = x.dtype is torch.int8
+    _checks.has_dtype("packed", x, _checks.PREPACKED_DTYPES)
+    fp8 = _checks.is_for_fp8(x)
     step = _checks.FP8_STEP if fp8 else _checks.BLOCK
     _checks.is_int("n", n, 0)
     _checks.is_int("k", k, 1)
