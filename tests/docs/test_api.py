@@ -9,17 +9,24 @@ import sys
 from pathlib import Path
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "api.md"
+# The names of each module are looked up in a process of their own: the import of another module may set it as
+# an attribute.
 LOOK_UP = """
-import functools, sys
+import functools, itertools, os, sys
 import fp4gemm, torch
-for name in sys.argv[1:]:
-    owner, parts = fp4gemm, name.split(".")
-    if parts[0] == "torch":
-        owner, parts = torch, parts[1:]
-    try:
-        functools.reduce(getattr, parts, owner)
-    except AttributeError as error:
-        print(name, error)
+for first, names in itertools.groupby(sorted(sys.argv[1:]), lambda name: name.split(".")[0]):
+    if os.fork():
+        os.wait()
+        continue
+    for name in names:
+        owner, parts = fp4gemm, name.split(".")
+        if first == "torch":
+            owner, parts = torch, parts[1:]
+        try:
+            functools.reduce(getattr, parts, owner)
+        except AttributeError as error:
+            print(name, error, flush=True)
+    os._exit(0)
 """
 
 
