@@ -36,6 +36,7 @@ from .commands import (
     quantize,
     report,
     serving,
+    sums,
     sweep,
     train,
 )
@@ -102,6 +103,7 @@ OTHERS = (
     ("plot", plot, "roofline pictures and speed-ups of results files"),
     ("list", listing, "kernels, models, routings and presets"),
     ("errors", errors, "quantization error of every mode"),
+    ("sums", sums, "errors of the sums over FP8 tokens, by use_fast_accum"),
     ("gradients", gradients, "errors of a training step by recipe, of a small model"),
     ("convert", convert, "fp4gemm convert against the rate of the disk"),
     ("accuracy", accuracy, "what NVFP4 costs a language model, by method"),
