@@ -12,8 +12,9 @@ import torch
 from fp4gemm import nn
 from fp4gemm.checkpoint import Options, convert
 from fp4gemm.checkpoint.formats import FORMATS, FormatName
-from fp4gemm.models import automatic
+from fp4gemm.models import automatic, quantize_model
 from nvfp4_models import float_model, integration, load, logits, read, save_float
+from saved_models import saved_and_loaded
 
 FORMAT_NAMES: tuple[FormatName, ...] = tuple(FORMATS)
 pytestmark = pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
@@ -96,3 +97,39 @@ def test_what_convert_wrote_is_honoured(format: FormatName, tmp_path: Path) -> N
     other = load(second, quantization_config=integration.Fp4GemmConfig(activations="a16"))
     assert {m.activations for m in other.modules() if isinstance(m, nn.Linear)} == {"a16"}
     assert not torch.equal(logits(found), logits(other))
+
+
+@pytest.mark.parametrize("activations", ["fp8", "auto"])
+def test_what_auto_chose_is_saved(activations: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on compute capability 9.0, where every k is a multiple of 64: the checkpoint says "fp8"."""
+    fake = types.SimpleNamespace(streams_prepacked=lambda device, tokens: True)
+    monkeypatch.setattr(automatic, "support", fake)
+    model = float_model("llama", intermediate_size=128)
+    options: Any = {"activations": activations, "use_fast_accum": True, "fuse": "auto"}
+    quantize_model(model, **options, report=lambda report: None)
+    again = saved_and_loaded(model, tmp_path)
+    kinds = {(m.activations, m.use_fast_accum) for m in again.modules() if isinstance(m, nn.Linear)}
+    assert kinds == {("fp8", True)}
+    assert torch.equal(logits(again), logits(model))
+
+
+def test_what_auto_mixed_is_refused_with_the_way_to_save_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on compute capability 9.0, where down_proj has a k of 96: the way of the message gives its bits."""
+    fake = types.SimpleNamespace(streams_prepacked=lambda device, tokens: True)
+    monkeypatch.setattr(automatic, "support", fake)
+    made = {
+        kind: quantize_model(float_model("llama"), activations=kind, report=lambda report: None)
+        for kind in ("auto", "a16")
+    }
+    with pytest.raises(
+        ValueError,
+        match=r"^model: its layers differ in activations \('fp8' of .*_proj, 'a16' of .*down_proj\), must "
+        r"not in a checkpoint; quantize with activations='a16', and load .* with activations='auto'$",
+    ):
+        made["auto"].save_pretrained(tmp_path)
+    config = integration.Fp4GemmConfig(activations="auto")
+    again = saved_and_loaded(made["a16"], tmp_path, quantization_config=config)
+    assert torch.equal(logits(again), logits(made["auto"]))
+    assert not torch.equal(logits(again), logits(made["a16"]))

@@ -34,6 +34,13 @@ _STORED: dict[LayerActivations, StoredActivations] = {
     "fp8": "fp8",
     "a16": "a16",
 }
+# What to do about layers that differ. On compute capability 9.0 "auto" makes such layers where the k of some
+# is no multiple of 64; their weights are those of "a16".
+_REMEDIES = {
+    "activations": "; quantize with activations='a16', and load the checkpoint with activations='auto'",
+    "e4m3_max": "; quantize all layers by one method",
+    "use_fast_accum": "; set the attribute of the layers to one value",
+}
 Weight = tuple[str, NVFP4Tensor, Tensor | None]  # the name of the module in a checkpoint, weight, bias
 
 
@@ -98,7 +105,9 @@ def _agreed(model: Any) -> tuple[LayerActivations, int, bool]:
     for what, found in (("activations", scalings), ("e4m3_max", bounds), ("use_fast_accum", sums)):
         if len(found) > 1:
             listed = ", ".join(f"{value!r} of {name}" for value, name in found.items())
-            raise ValueError(f"model: its layers differ in {what} ({listed}), must not in a checkpoint")
+            raise ValueError(
+                f"model: its layers differ in {what} ({listed}), must not in a checkpoint{_REMEDIES[what]}"
+            )
     return next(iter(scalings)), next(iter(bounds)), next(iter(sums))
 
 
