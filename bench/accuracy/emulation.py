@@ -76,6 +76,15 @@ def emulated(model: torch.nn.Module, operands: Operands) -> torch.nn.Module:
     return copy.deepcopy(model, memo)
 
 
+def with_fp8_sums(model: torch.nn.Module, use_fast_accum: bool) -> torch.nn.Module:
+    """A copy of a quantized model whose layers multiply FP8 tokens on the device, which rounds their sums."""
+    made = copy.deepcopy(model)
+    for module in made.modules():
+        if isinstance(module, fp4gemm.nn.Linear):
+            module.activations, module.use_fast_accum = "fp8", use_fast_accum
+    return made
+
+
 def with_inputs(
     model: torch.nn.Module, names: list[str], operands: Operands, is_fp8: bool = False
 ) -> torch.nn.Module:

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from ..accuracy.contenders import ACTIVATIONS, CONTENDERS
-from ..accuracy.emulation import emulated, with_inputs
+from ..accuracy.contenders import ACTIVATIONS, CONTENDERS, FP8_SUMS, Contender
+from ..accuracy.emulation import emulated, with_fp8_sums, with_inputs
 from ..accuracy.maker import Maker, difference
 from ..accuracy.measure import layer_error, watched
 from ..accuracy.producers import producers
@@ -50,6 +50,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "same modules (docstrings)",
     )
     add("--methods", type=PATTERN, metavar="REGEX", help="only methods whose name matches")
+    add(
+        "--fp8-sums",
+        action="store_true",
+        help="only W4A8 of the layers themselves, as their device adds up, with and without use_fast_accum",
+    )
     add("--producers", action="store_true", help="ModelOpt's and llm-compressor's methods too (slow)")
     add("--device", type=torch.device, default=None, help="cpu or cuda (cuda if there is a GPU)")
     add("--out", type=Path, metavar="FILE", help="add JSON lines; what the file has is not measured again")
@@ -97,8 +102,13 @@ def _measured(args: argparse.Namespace, given: str, known: list[Row]) -> Iterato
         wanted = {kind: [text for text in args.text if (contender, kind, text) not in done] for kind in kinds}
         return {kind: texts for kind, texts in wanted.items() if texts}
 
-    own = [(c, wanted) for c in CONTENDERS if (wanted := missing(c.name, c.activations))]
-    others = producers() if args.producers and given != "minilm" else ()
+    def kinds_of(contender: Contender) -> tuple[str, ...]:
+        if args.fp8_sums:
+            return tuple(FP8_SUMS) if contender.method else ()
+        return contender.activations
+
+    own = [(c, wanted) for c in CONTENDERS if (wanted := missing(c.name, kinds_of(c)))]
+    others = producers() if args.producers and given != "minilm" and not args.fp8_sums else ()
     theirs = [(p, wanted) for p in others if (wanted := missing(p.name, ("W4A16", "W4A4")))]
     if not own and not theirs:
         return
@@ -123,9 +133,11 @@ def _measured(args: argparse.Namespace, given: str, known: list[Row]) -> Iterato
             continue
         made = maker.make(contender) if contender.method else None
         for kind, texts in wanted.items():
-            operands = ACTIVATIONS[kind]
+            operands = ACTIVATIONS.get(kind, ACTIVATIONS["W4A8"])
             model, quantized, cost = made or (subject.model, None, {})
-            if quantized is not None:
+            if quantized is not None and kind in FP8_SUMS:
+                run_by = with_fp8_sums(quantized, FP8_SUMS[kind])
+            elif quantized is not None:
                 run_by = emulated(quantized, operands)
             else:
                 run_by = with_inputs(model, list(maker.statistics()[0]), operands, contender.is_fp8)

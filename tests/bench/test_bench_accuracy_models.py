@@ -220,3 +220,31 @@ def test_each_text_has_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     assert [amount.texts for amount in made] == [("docstrings",), ("docstrings", "source")]
     with pytest.raises(ValueError, match="--text: got source, must be docstrings for all-MiniLM-L6-v2"):
         subjects.embedder("all-MiniLM-L6-v2", Path(), subjects.Amount(1, 1, ("source",)), torch.device("cpu"))
+
+
+def test_sums_of_the_layers_themselves(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a CPU both are the emulation but for roundings; a layer gets use_fast_accum of its kind."""
+    monkeypatch.setitem(subjects.KNOWN, "toy", ("toy", Path, lambda name, folder, amount, device: subject()))
+    seen: list[tuple[str, bool]] = []
+    forward = fp4gemm.nn.Linear.forward
+
+    def seeing(layer: fp4gemm.nn.Linear, x: Tensor) -> Tensor:
+        seen.append((layer.activations, layer.use_fast_accum))
+        return forward(layer, x)
+
+    monkeypatch.setattr(fp4gemm.nn.Linear, "forward", seeing)
+    arguments = ["accuracy", "--model", "toy", "--device", "cpu", "--methods", "^search, weighted$|^float"]
+    assert command_line.main([*arguments, "--out", str(tmp_path / "emulated.jsonl")]) == 0
+    seen.clear()
+    assert command_line.main([*arguments, "--fp8-sums", "--out", str(tmp_path / "sums.jsonl")]) == 0
+    assert set(seen) == {("fp8", False), ("fp8", True)}
+    rows = {row["activations"]: row for row in report.load(tmp_path / "sums.jsonl")}
+    assert list(rows) == ["float", "W4A8, promoted", "W4A8, fast sums"]
+    by_emulation = report.load(tmp_path / "emulated.jsonl")
+    wanted = next(row for row in by_emulation if row["activations"] == "W4A8" and "seconds" in row)
+    for kind in ("W4A8, promoted", "W4A8, fast sums"):
+        assert rows[kind]["cosine"] == pytest.approx(wanted["cosine"], abs=1e-5)
+        assert rows[kind]["cosine"] < 1 - 1e-5
+    assert "| W4A8, promoted: cosine | W4A8, fast sums: cosine |" in capsys.readouterr().out
