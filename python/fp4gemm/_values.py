@@ -12,7 +12,7 @@ from ._checks import has_memory
 
 _LARGEST = 0x7E  # 448. 0x7F and 0xFF are NaN, and from 0x80 on the sign bit is set.
 
-__all__ = ["amax_problem", "are_readable", "check_block_scales", "scales_problem"]
+__all__ = ["amax_problem", "are_readable", "check_amax", "check_block_scales", "scales_problem"]
 
 
 def are_readable(x: Tensor) -> bool:
@@ -40,6 +40,19 @@ def check_block_scales(name: str, scales: Tensor) -> None:
     problem = scales_problem(scales)
     if problem is not None:
         raise ValueError(f"{name}: {problem}")
+
+
+def check_amax(name: str, amax: Tensor) -> None:
+    """Raise ValueError for an amax that is NaN or negative. Infinite values have an infinite one."""
+    if not are_readable(amax):
+        return
+    wrong = ~(amax >= 0)  # true for NaN, too
+    if bool(wrong.any()):
+        first = tuple(wrong.nonzero()[0].tolist())
+        raise ValueError(
+            f"{name}: {int(wrong.sum())} of {amax.numel()} values are NaN or negative, the first is "
+            f"{amax[first].item():.9g} at {list(first)}; an amax must be at least 0"
+        )
 
 
 def amax_problem(amax: Tensor) -> str | None:

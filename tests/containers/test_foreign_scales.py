@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Callable
+from typing import Any
 
 import fp4gemm
 import pytest
 import torch
-from fp4gemm import NVFP4Tensor, _values
+from fp4gemm import FP8Tensor, NVFP4Tensor, _values
 from helpers import assert_bits
 from op_checks import compiled, ready
 from torch import Tensor
@@ -62,6 +64,40 @@ def test_a_door_refuses_an_outer_scale_that_is_none(device: torch.device) -> Non
     t = tensors(device)
     with pytest.raises(ValueError, match=r"^weight_scale_2: holds -"):
         NVFP4Tensor.from_modelopt(t.codes, t.compact_scales(), -t.decode_multiplier())
+
+
+def fp8_tokens() -> FP8Tensor:
+    return fp4gemm.quantize_fp8(torch.randn(N, K, generator=torch.Generator().manual_seed(3)))
+
+
+@pytest.mark.parametrize("wrong", [-1.0, -math.inf, math.nan])
+@pytest.mark.parametrize("door", ["from_compact", "NVFP4Tensor", "FP8Tensor"])
+def test_an_amax_is_a_magnitude(door: str, wrong: float) -> None:
+    """Infinite values have an infinite amax, and products with them are infinite or NaN; none is negative."""
+    t, tokens = fp4gemm.quantize(torch.ones(N, K)), fp8_tokens()
+    enter: Callable[[Tensor], Any] = {
+        "from_compact": lambda amax: NVFP4Tensor.from_compact(t.codes, t.compact_scales(), amax),
+        "NVFP4Tensor": lambda amax: NVFP4Tensor(t.codes, t.scales, amax),
+        "FP8Tensor": lambda amax: FP8Tensor(tokens.data, amax),
+    }[door]
+    amax = torch.ones(N)
+    amax[5] = wrong
+    with pytest.raises(
+        ValueError, match=rf"^amax: 1 of {N} values are NaN or negative, the first is .*\[5\]"
+    ):
+        enter(amax)
+    amax[5], amax[7] = math.inf, 0.0
+    assert enter(amax).amax is amax
+
+
+def test_a_file_with_an_amax_that_is_none(device: torch.device) -> None:
+    for t in (tensors(device), fp8_tokens().to(device)):
+        file = io.BytesIO()
+        t.amax.neg_()
+        torch.save(t, file)
+        file.seek(0)
+        with pytest.raises(ValueError, match=r"is corrupt in this file: amax: .* NaN or negative"):
+            torch.load(file)
 
 
 def test_every_byte() -> None:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from .. import _checks
+from .. import _checks, _values
 from ..ops.parts import OperandParts
 from ..reference import fp8 as formulas
 from . import _fields
@@ -23,7 +23,8 @@ class FP8Tensor(Container):
 
     One matrix, or one with groups of rows. :func:`fp4gemm.quantize_fp8` makes it, and it is the left operand
     of products with NVFP4 weights on Hopper's FP8 tensor cores and on the CPU. It is frozen, compared by
-    identity, and a pytree node. The constructor reads no device memory, so that nothing synchronises.
+    identity, and a pytree node. The constructor reads no device memory, so that nothing synchronises: it
+    looks at the values of ``amax`` on the CPU alone.
 
     ``data`` has the codes in the order of the kernels: within each 64 elements along k, byte
     32 w + 16 h + 4 q + b is the code of element 16 q + 8 w + 4 h + b (w and h are 0 or 1, q and b 0 to 3).
@@ -31,7 +32,7 @@ class FP8Tensor(Container):
 
     Args:
         data: float8_e4m3fn (m, k), contiguous, base 16-byte aligned, k a positive multiple of 64.
-        amax: float32 (m,), the largest magnitude of each row.
+        amax: float32 (m,), the largest magnitude of each row, neither negative nor NaN.
         offs: int32 (g,), the ends of groups of rows, as for :class:`fp4gemm.NVFP4Tensor`; or None.
         dtype: what :meth:`dequantize` returns: torch.float32, torch.bfloat16 or torch.float16.
 
@@ -52,6 +53,11 @@ class FP8Tensor(Container):
     def __post_init__(self) -> None:
         super().__post_init__()
         _fields.fp8(self.data, self.amax, self.offs)
+        if self.device.type == "cpu":
+            self._check_values()
+
+    def _check_values(self) -> None:
+        _values.check_amax("amax", self.amax)
 
     @classmethod
     def _trusted(cls, data: Tensor, amax: Tensor, offs: Tensor | None = None) -> FP8Tensor:

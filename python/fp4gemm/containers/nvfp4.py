@@ -26,9 +26,9 @@ class NVFP4Tensor(Conventions, Container):
 
     One matrix, a matrix with groups of rows or of k, or a stack x[e, n, k] of g matrices of one shape, one
     for each expert. It is frozen, compared by identity, and a pytree node, so that torch.compile and
-    torch.export see its tensors. :func:`fp4gemm.quantize` makes it. The constructor checks tensors that
-    you made, without reading device memory, so that nothing synchronises: it looks at the values of
-    ``scales`` on the CPU alone. :meth:`from_compact` looks at them on a GPU too. Source of the format:
+    torch.export see its tensors. :func:`fp4gemm.quantize` makes it. The constructor checks tensors that you
+    made, without reading device memory, so that nothing synchronises: it looks at the values of ``scales``
+    and ``amax`` on the CPU alone. :meth:`from_compact` looks at them on a GPU too. Source of the format:
     NVIDIA's NVFP4, TransformerEngine >= 2.14. For what other libraries store in place of amax see
     :class:`fp4gemm.interop.Conventions`.
 
@@ -44,7 +44,8 @@ class NVFP4Tensor(Conventions, Container):
             no NaN, and a clear sign bit, which the tensor cores of Blackwell ignore and others do not. See
             :meth:`from_compact` for (m, k/16). A stack: (g, ceil128(n), ceil4(k/16)), those of each matrix by
             itself.
-        amax: float32 (1,), of the whole tensor, or (m,), of each row: as measured, not divided by anything.
+        amax: float32 (1,), of the whole tensor, or (m,), of each row: as measured, not divided by anything,
+            and so neither negative nor NaN.
             A stack: (g, 1) or (g, n). Ragged k: (g,), of each group, or (g, m), of each row in each group.
         e4m3_max: 448, or 256 for operands whose block scales were bounded by 256 ("four over six").
         offs: int32 (g,), the ends of g groups, non-decreasing; None: no groups.
@@ -97,6 +98,7 @@ class NVFP4Tensor(Conventions, Container):
         # Bytes of no block are not refused. The scales are unswizzled only where some byte is wrong.
         if _values.scales_problem(self.scales) is not None:
             _values.check_block_scales("scales", self.compact_scales())
+        _values.check_amax("amax", self.amax)
 
     @classmethod
     def _trusted(
@@ -130,8 +132,8 @@ class NVFP4Tensor(Conventions, Container):
     ) -> NVFP4Tensor:
         """The container of block scales in plain order (m, k/16), which this function pads and swizzles.
 
-        It looks at the values of the scales, which synchronises on a GPU. It does not while a graph is traced
-        or captured. The constructor takes swizzled scales and never synchronises.
+        It looks at the values of the scales and of amax, which synchronises on a GPU. It does not while a
+        graph is traced or captured. The constructor takes swizzled scales and never synchronises.
 
         Args:
             codes, amax, e4m3_max: as for the class.
@@ -142,6 +144,7 @@ class NVFP4Tensor(Conventions, Container):
         """
         made = cls._of_compact(codes, compact_scales, amax, e4m3_max)
         _values.check_block_scales("compact_scales", compact_scales)
+        _values.check_amax("amax", amax)
         return made
 
     @classmethod
