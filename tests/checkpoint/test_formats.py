@@ -127,6 +127,14 @@ def test_rows_and_their_format(gen: torch.Generator) -> None:
 
 
 @pytest.mark.parametrize("format", NAMES)
+def test_an_infinite_amax_is_refused(format: FormatName) -> None:
+    """Its encode scale, 1 by the rule of the quantizer, is that of the amax 2688."""
+    t = fp4gemm.quantize(torch.full((16, 32), torch.inf), scaling="tensor")
+    with pytest.raises(ValueError, match=r"^t: amax: 1 of 1 values are NaN, infinite or negative"):
+        StoredWeight.of(t, format)
+
+
+@pytest.mark.parametrize("format", NAMES)
 def test_tensors_of_activations(format: FormatName) -> None:
     about = FORMATS[format]
     amax = torch.tensor([3.0])

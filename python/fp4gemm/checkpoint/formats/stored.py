@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ... import _checks
+from ... import _checks, _values
 from ...containers import _fields, _outer
 from ...containers.nvfp4 import NVFP4Tensor
 from .base import FORMATS, FormatName, format_of, outer_number
@@ -97,6 +97,9 @@ class StoredWeight:
         if t.dim() != 2:
             raise ValueError(f"t: shape is {tuple(t.shape)}, must be (n, k); t[e] is one matrix of a stack")
         _one_amax(t.amax, format)
+        problem = _values.amax_problem(t.amax)
+        if problem is not None:  # the encode scale of an infinite amax would be that of another one
+            raise ValueError(f"t: amax: {problem}")
         outer = about.outer_of(t.amax, t.e4m3_max)
         return cls(t.codes, t.compact_scales(), outer, format, t.e4m3_max)
 
