@@ -116,6 +116,12 @@ test-serving: $(STAMPS)/installed-test ## Run vLLM's engine on the CPU with the 
 	@PYTHONPATH=$(abspath $(SERVING))/linked FP4GEMM_ENGINE_SOURCES=$(abspath $(SERVING))/sources \
 	  $(SERVING)/venv/bin/python -m pytest tests/engines $(PYTEST_ARGS)
 
+# For a machine without a network: docs/serving.md.
+.PHONY: engine-pack
+engine-pack: $(STAMPS)/venv ## Pack vLLM's engine for one Hopper GPU: build/engine/engine.tar.xz
+	@$(call say,engine-pack: the wheels of requirements/engine.txt)
+	@$(BIN)/python -m bench.engine.pack
+
 .PHONY: build
 build: $(STAMPS)/installed-test ## Build every architecture and install the package into .venv
 

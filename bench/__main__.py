@@ -22,6 +22,7 @@ from .commands import (
     compare,
     convert,
     dense,
+    engine,
     ep,
     errors,
     gptq,
@@ -107,6 +108,7 @@ OTHERS = (
     ("gradients", gradients, "errors of a training step by recipe, of a small model"),
     ("convert", convert, "fp4gemm convert against the rate of the disk"),
     ("accuracy", accuracy, "what NVFP4 costs a language model, by method"),
+    ("engine", engine, "vLLM's whole engine with its own layers and with ours"),
     ("ep", ep, "experts on many ranks, against bf16 all_to_all"),
     ("gptq", gptq, "seconds of GPTQ for a model of 8B parameters, extrapolated"),
 )

