@@ -122,6 +122,16 @@ def test_our_own_format_is_served(tmp_path: Path) -> None:
     assert found["first"]["equal"] == 8 * STEPS
 
 
+def test_a_cache_in_fp8_changes_no_bit_of_a_layer(tmp_path: Path) -> None:
+    """kv_cache_dtype="fp8": attention reads other numbers, and the layers compute what they do without."""
+    folder = _converted(_float("llama", tmp_path / "float", 0), "--activations", "per-token")
+    found = [_engine(tmp_path, model=str(folder), engine=each) for each in ({}, {"kv_cache_dtype": "fp8"})]
+    for each in found:
+        assert each["first"]["different"] == 0
+        assert each["first"]["equal"] == 8 * STEPS
+    assert found[0]["first"]["mean_difference"] != found[1]["first"]["mean_difference"]
+
+
 def test_a_checkpoint_without_a_scale_is_refused_by_name(tmp_path: Path) -> None:
     """The engine stops with the name of the tensor."""
     source = _float("llama", tmp_path / "float", 0)
