@@ -4,15 +4,22 @@
 #include "cutlass/epilogue/dispatch_policy.hpp"
 #include "cutlass/epilogue/fusion/callbacks.hpp"
 #include "cutlass/epilogue/fusion/operations.hpp"
-#include "cutlass_evt/epilogue/nodes.hpp"
+#include "cutlass_evt/epilogue/visitor.hpp"
 
 namespace cutlass_evt {
 
 /// Give this to a CUTLASS epilogue CollectiveBuilder as its FusionOperation. The builder supplies the CTA
-/// tile, and the epilogue's `thread` arguments become Op::ArgumentsOf<grouped>, by name.
+/// tile, and the epilogue's `thread` arguments are made of Op::Arguments and, for a grouped kernel, the
+/// tables of its groups.
 ///
-/// Op must have: kName, kSwapped, ElementOutput, ArgumentsOf<bool grouped>, and Tree<CtaTile, bool grouped>
-/// with `type` (the visitor tree) and `lower(ArgumentsOf<grouped>)`.
+/// Op must have:
+///   kName          its name in the names of kernels
+///   kSwapped       whether the kernel computes D^T
+///   kGated         whether D has half as many columns as the product
+///   Result         the element type of C and D
+///   ElementOutput  the type of the elements that CUTLASS stores: Result, or half of one, see Gated
+///   Arguments      EpilogueArguments, or a struct derived from it
+///   finish<N>(Arguments, alpha, z, row, column, source), which finishes N elements as epilogue::finish does
 ///
 /// The callbacks of SM100, SM103 and SM120 alias to those of SM90 in CUTLASS, so the two specialisations
 /// below reach them all.
@@ -20,23 +27,25 @@ template <class Op>
 struct Fusion : cutlass::epilogue::fusion::FusionOperation {
   using ElementOutput = typename Op::ElementOutput;
   using ElementCompute = float;
-  static constexpr auto RoundStyle = nodes::kRoundToNearest;
+  static constexpr auto RoundStyle = cutlass::FloatRoundStyle::round_to_nearest;
 };
 
 constexpr int kOperandTileAlignment = 1024;  // bytes, the period of the 128-byte swizzle
 
-/// The base of both specialisations below: the visitor tree, with its arguments by name.
+/// The base of both specialisations below: the visitor tree and its arguments.
 template <class Op, class CtaTile, bool kGrouped>
-struct Callbacks : Op::template Tree<CtaTile, kGrouped>::type {
-  using Tree = typename Op::template Tree<CtaTile, kGrouped>;
+struct Callbacks : visitor::Tree<Op, CtaTile, kGrouped>::type {
+  using Tree = visitor::Tree<Op, CtaTile, kGrouped>;
   using Impl = typename Tree::type;
   using Operation = Fusion<Op>;
 
-  struct Arguments : Op::template ArgumentsOf<kGrouped> {
-    using Base = typename Op::template ArgumentsOf<kGrouped>;
+  /// The arguments are a member and no base: CUTLASS treats an argument named beta as its own and refuses it.
+  struct Arguments {
+    visitor::Arguments<Op> all;
     Arguments() = default;
-    Arguments(Base const& args) : Base(args) {}
-    operator typename Impl::Arguments() const { return Tree::lower(*this); }
+    Arguments(typename Op::Arguments const& epilogue, EpilogueTables const& tables = {})
+        : all{epilogue, tables} {}
+    operator typename Impl::Arguments() const { return Tree::lower(all); }
   };
 
   // The epilogue's vectors lie before the operands in shared memory. CUTLASS's operand descriptors are valid

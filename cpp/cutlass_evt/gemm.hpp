@@ -19,8 +19,6 @@ struct DenseArguments {
   void const* b = nullptr;
   void const* scale_b = nullptr;
   typename Op::Arguments epilogue;
-  typename Op::ElementOutput* d = nullptr;
-  int64_t d_row_stride = 0;  // elements
   int device = 0;
   int num_sms = 0;
 };
@@ -50,8 +48,8 @@ struct Dense {
         kSwapped ? args.b : args.a, kSwapped ? args.scale_b : args.scale_a, kSwapped ? args.a : args.b,
         kSwapped ? args.scale_a : args.scale_b, m, n, args.k);
     out.epilogue.thread = args.epilogue;
-    out.epilogue.ptr_D = args.d;
-    cute::get<kSwapped ? 1 : 0>(out.epilogue.dD) = args.d_row_stride;
+    out.epilogue.ptr_D = static_cast<typename Op::ElementOutput*>(args.epilogue.d);
+    cute::get<kSwapped ? 1 : 0>(out.epilogue.dD) = args.epilogue.d_row_stride * kStoredElements<Op>;
     out.hw_info.device_id = args.device;
     out.hw_info.sm_count = args.num_sms;
     return out;
@@ -72,26 +70,11 @@ struct Grouped {
   using Table = GroupTable<Collectives, Op>;
 
   static typename Kernel::Arguments lower(GroupedArguments<Op> const& args, Table const& table) {
-    auto const vector = [](GroupVector const& v, float const** table_of) -> VectorOf<true> {
-      return {v.data == nullptr ? nullptr : table_of, v.is_vector};
-    };
     typename Kernel::Arguments out{};
     out.mode = cutlass::gemm::GemmUniversalMode::kGrouped;
     out.problem_shape = {args.num_groups, table.shapes, nullptr};
     out.mainloop = Collectives::Operands::grouped_mainloop_arguments(table);
-    typename Op::template ArgumentsOf<true> epilogue;
-    epilogue.alpha_row = vector(args.alpha_row, table.alpha_row);
-    epilogue.alpha_col = vector(args.alpha_col, table.alpha_col);
-    epilogue.alpha = args.alpha;
-    epilogue.alpha_groups = args.alpha_groups;
-    epilogue.bias = vector(args.bias, table.bias).data;
-    epilogue.activation = args.activation;
-    if constexpr (!Op::kGated) {
-      epilogue.c = args.c == nullptr ? nullptr : table.c;
-      epilogue.c_row_stride = args.c_row_stride;
-      epilogue.c_scale = args.beta;
-    }
-    out.epilogue.thread = epilogue;
+    out.epilogue.thread = {args.epilogue, table.epilogue};
     out.epilogue.ptr_D = table.d;
     out.epilogue.dD = table.stride_d;
     out.hw_info.device_id = args.device;

@@ -3,21 +3,13 @@
 #pragma once
 
 #include "cute/tensor.hpp"
-#include "cutlass_evt/epilogue/activation.hpp"
-#include "cutlass_evt/epilogue/scaled.hpp"
+#include "cutlass_evt/epilogue/visitor.hpp"
 #include "cutlass_evt/prefix_sum.hpp"
 
 namespace cutlass_evt {
 
 /// The size that differs from group to group: m or k.
 enum class Ragged { kM, kK };
-
-/// An fp32 vector or number for each group; see fp4gemm_vector_t.
-struct GroupVector {
-  float const* data = nullptr;
-  int64_t group_stride = 0;  // elements
-  bool is_vector = true;
-};
 
 /// The arguments of a grouped GEMM. Op is an epilogue, see Fusion.
 ///
@@ -37,17 +29,7 @@ struct GroupedArguments {
   void const* scale_a = nullptr;  // null where the architecture multiplies decoded operands
   void const* b = nullptr;
   void const* scale_b = nullptr;
-  GroupVector alpha_row;  // ragged m: indexed by the row of A
-  GroupVector alpha_col;
-  GroupVector bias;
-  float alpha = 1.0f;
-  float const* alpha_groups = nullptr;  // (num_groups), in place of alpha
-  Activation activation = Activation::kNone;
-  typename Op::ElementOutput const* c = nullptr;
-  int64_t c_row_stride = 0;  // elements
-  float beta = 1.0f;
-  typename Op::ElementOutput* d = nullptr;
-  int64_t d_row_stride = 0;  // elements
+  typename Op::Arguments epilogue;
   int device = 0;
   int num_sms = 0;
 };
@@ -59,7 +41,7 @@ struct GroupExtent {
   int64_t b_elems;        // offset into B, in elements
   int64_t scale_a_bytes;  // offset into the scales of A
   int64_t scale_b_bytes;  // offset into the scales of B
-  int64_t row;            // first element of alpha_row (ragged m)
+  int64_t row;            // first element of the vectors along the rows (ragged m)
   int64_t d_rows;         // first row in C and D
 };
 
@@ -71,7 +53,7 @@ struct GroupTable {
   using StrideA = typename Collectives::Kernel::InternalStrideA;
   using StrideB = typename Collectives::Kernel::InternalStrideB;
   using StrideD = typename Collectives::Kernel::InternalStrideD;
-  using Out = typename Op::ElementOutput;
+  using Stored = typename Op::ElementOutput;
 
   Shape* shapes;
   Element const** a;
@@ -79,11 +61,8 @@ struct GroupTable {
   StrideA* stride_a;
   StrideB* stride_b;
   typename Collectives::Operands::ScaleTable scales;
-  float const** alpha_row;
-  float const** alpha_col;
-  float const** bias;
-  Out const** c;
-  Out** d;
+  EpilogueTables epilogue;
+  Stored** d;
   StrideD* stride_d;
 
   /// Assigns the arrays to workspace and returns the bytes that they need. workspace may be null if only the
@@ -102,10 +81,13 @@ struct GroupTable {
     allocate(table->stride_a);
     allocate(table->stride_b);
     table->scales.lay_out(allocate);
-    allocate(table->alpha_row);
-    allocate(table->alpha_col);
-    allocate(table->bias);
-    allocate(table->c);
+    for (auto& vector : table->epilogue.per_row) {
+      allocate(vector);
+    }
+    for (auto& vector : table->epilogue.per_column) {
+      allocate(vector);
+    }
+    allocate(table->epilogue.c);
     allocate(table->d);
     allocate(table->stride_d);
     return bytes;
@@ -125,13 +107,19 @@ struct GroupTable {
     auto const* const scale_rows = static_cast<uint8_t const*>(args.scale_a) + group.scale_a_bytes;
     auto const* const scale_cols = static_cast<uint8_t const*>(args.scale_b) + group.scale_b_bytes;
     scales.set(g, kSwapped ? scale_cols : scale_rows, kSwapped ? scale_rows : scale_cols, shapes[g], args.k);
-    alpha_row[g] = args.alpha_row.data + g * args.alpha_row.group_stride +
-                   (args.ragged == Ragged::kM && args.alpha_row.is_vector ? group.row : 0);
-    alpha_col[g] = args.alpha_col.data + g * args.alpha_col.group_stride;
-    bias[g] = args.bias.data + g * args.bias.group_stride;
-    c[g] = args.c + group.d_rows * args.c_row_stride;
-    d[g] = args.d + group.d_rows * args.d_row_stride;
-    cute::get<kSwapped ? 1 : 0>(stride_d[g]) = args.d_row_stride;
+    EpilogueArguments const& terms = args.epilogue;
+    CUTLASS_PRAGMA_UNROLL
+    for (int v = 0; v < kNumRowVectors; ++v) {
+      epilogue.per_row[v][g] = terms.per_row[v].at(g, group.row);
+    }
+    CUTLASS_PRAGMA_UNROLL
+    for (int v = 0; v < kNumColumnVectors; ++v) {
+      epilogue.per_column[v][g] = terms.per_column[v].at(g, 0);
+    }
+    epilogue.c[g] = static_cast<typename Op::Result const*>(terms.c) + group.d_rows * terms.c_row_stride;
+    int64_t const d_row_stride = terms.d_row_stride * kStoredElements<Op>;
+    d[g] = static_cast<Stored*>(terms.d) + group.d_rows * d_row_stride;
+    cute::get<kSwapped ? 1 : 0>(stride_d[g]) = d_row_stride;
   }
 
  private:
@@ -148,21 +136,31 @@ constexpr int kRaggedKStep = 64;  // groups of ragged k start at multiples of it
 /// CUTLASS 4.2 cannot multiply a group of k = 0.
 template <class Op>
 CUTLASS_DEVICE void fill_empty_groups(GroupedArguments<Op> const& args, int cta, int num_ctas) {
+  using Out = typename Op::Result;
+  typename Op::Arguments const& terms = args.epilogue;
   int64_t const size = int64_t{args.m} * args.n;
   for (int g = 0; g < args.num_groups; ++g) {
     if (args.offs[g] > (g > 0 ? max(args.offs[g - 1], 0) : 0)) {
       continue;
     }
-    float const* const bias =
-        args.bias.data == nullptr ? nullptr : args.bias.data + g * args.bias.group_stride;
     for (int64_t i = int64_t{cta} * kPrepareThreads + threadIdx.x; i < size;
          i += int64_t{num_ctas} * kPrepareThreads) {
-      int64_t const row = int64_t{g} * args.m + i / args.n;
-      int const col = static_cast<int>(i % args.n);
-      auto const* const c = args.c == nullptr ? nullptr : args.c + row * args.c_row_stride + col;
-      args.d[row * args.d_row_stride + col] =
-          Op::apply(0.0f, 1.0f, 1.0f, 1.0f, bias == nullptr ? nodes::kNoBias : bias[col], args.activation, c,
-                    args.beta);
+      int64_t const row = i / args.n;
+      int64_t const column = i % args.n;
+      int64_t const row_of_d = int64_t{g} * args.m + row;
+      // The factors of a product that is 0 are left out.
+      auto const addend = [&](auto v, int64_t at) {
+        return is_addend(v) ? epilogue::element(terms, v, g, at) : absent(v);
+      };
+      float z[1] = {0.0f};
+      Op::template finish<1>(
+          terms, 1.0f, z, [&](RowVector v, int) { return addend(v, row); },
+          [&](ColumnVector v, int) { return addend(v, column); },
+          [&](int) {
+            return static_cast<float>(
+                static_cast<Out const*>(terms.c)[row_of_d * terms.c_row_stride + column]);
+          });
+      static_cast<Out*>(terms.d)[row_of_d * terms.d_row_stride + column] = epilogue::cast<Out>(z[0]);
     }
   }
 }

@@ -143,10 +143,11 @@ Problem problem_of(GemmArgs const& args, Plan const& plan, char* workspace, int 
   problem.offs = args.offs;
   problem.a = plan.decode_a || plan.quantize_a ? workspace : args.a.data;
   problem.scale_a = args.a.scales;
-  problem.alpha_row = args.alpha_row;
+  problem.epilogue = epilogue_of(args);
   if (plan.quantize_a) {
     problem.scale_a = plan.format_a == FP4GEMM_FORMAT_NVFP4 ? workspace + plan.scale_a_offset : nullptr;
-    problem.alpha_row = {reinterpret_cast<float const*>(workspace + plan.amax_offset), num_amaxes(args), 0};
+    problem.epilogue.per_row[cutlass_evt::kAlphaRow] = {
+        reinterpret_cast<float const*>(workspace + plan.amax_offset), 0, num_amaxes(args) != 1};
   } else if (quantizes_a(args)) {
     problem.quantizes_a = true;
     problem.a_dtype = a_dtype(args);
@@ -155,16 +156,6 @@ Problem problem_of(GemmArgs const& args, Plan const& plan, char* workspace, int 
   problem.b = plan.decode_b || plan.prepack_b ? workspace + plan.b_offset : args.b.data;
   problem.b_is_fresh = b_is_fresh(args.b_is_constant != 0, plan.decode_b || plan.prepack_b);
   problem.scale_b = args.b.scales;
-  problem.alpha_col = args.alpha_col;
-  problem.alpha = args.alpha;
-  problem.alpha_groups = args.alpha_groups;
-  problem.bias = args.bias;
-  problem.activation = args.activation;
-  problem.c = args.c;
-  problem.c_row_stride = args.c_row_stride;
-  problem.beta = args.beta;
-  problem.d = args.d;
-  problem.d_row_stride = args.d_row_stride;
   problem.batch_invariant = args.batch_invariant != 0;
   problem.device = device;
   problem.num_sms = plan.device.num_sms;

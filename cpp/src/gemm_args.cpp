@@ -177,7 +177,34 @@ fp4gemm_status_t check_vector(char const* name, fp4gemm_vector_t const& vector, 
   return check_buffer(name, vector.data, vector.numel, sizeof(float));
 }
 
+/// A vector of one element is a number, which the epilogue broadcasts.
+cutlass_evt::EpilogueVector vector_of(fp4gemm_vector_t const& v) {
+  return {v.data, v.group_stride, v.numel != 1};
+}
+
+static_assert(static_cast<int>(cutlass_evt::OutputType::kBf16) == FP4GEMM_BF16 &&
+                  static_cast<int>(cutlass_evt::OutputType::kFp16) == FP4GEMM_FP16 &&
+                  static_cast<int>(cutlass_evt::OutputType::kFp32) == FP4GEMM_FP32,
+              "fp4gemm.h and cutlass_evt must number the output types alike");
+
 }  // namespace
+
+cutlass_evt::EpilogueArguments epilogue_of(GemmArgs const& args) {
+  cutlass_evt::EpilogueArguments epilogue;
+  epilogue.alpha = args.alpha;
+  epilogue.alpha_groups = args.alpha_groups;
+  epilogue.per_row[cutlass_evt::kAlphaRow] = vector_of(args.alpha_row);
+  epilogue.per_column[cutlass_evt::kAlphaCol] = vector_of(args.alpha_col);
+  epilogue.per_column[cutlass_evt::kBias] = vector_of(args.bias);
+  epilogue.activation = static_cast<cutlass_evt::Activation>(args.activation);
+  epilogue.c = args.c;
+  epilogue.c_row_stride = args.c_row_stride;
+  epilogue.beta = args.beta;
+  epilogue.d = args.d;
+  epilogue.d_row_stride = args.d_row_stride;
+  epilogue.output = static_cast<cutlass_evt::OutputType>(args.out_dtype);
+  return epilogue;
+}
 
 fp4gemm_status_t check_gemm_problem(GemmArgs const& args) {
   FP4GEMM_TRY(check_groups(args));

@@ -3,6 +3,7 @@
 
 #include "activation.hpp"
 #include "check.hpp"
+#include "cutlass_evt/epilogue/arguments.hpp"
 
 namespace fp4gemm {
 
@@ -32,6 +33,9 @@ inline fp4gemm_dtype_t a_dtype(GemmArgs const& args) {
          : args.a.format == FP4GEMM_FORMAT_FP16 ? FP4GEMM_FP16
                                                 : FP4GEMM_FP32;
 }
+
+/// The arguments of the epilogue as the kernels have them.
+cutlass_evt::EpilogueArguments epilogue_of(GemmArgs const& args);
 
 /// Checks sizes, formats and types: all that the plan depends on. The pointers are checked later, since the
 /// query of the workspace needs none.

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "cutlass_evt/epilogue/arguments.hpp"
 #include "fp4gemm/fp4gemm.h"
 
 namespace fp4gemm {
@@ -18,18 +19,8 @@ struct Problem {
   void const* scale_a = nullptr;  // null unless nvfp4
   void const* b = nullptr;
   void const* scale_b = nullptr;
-  bool b_is_fresh = true;        // the launch right before this one on the stream may have written b
-  fp4gemm_vector_t alpha_row{};  // data null: absent
-  fp4gemm_vector_t alpha_col{};
-  float alpha = 1.0f;
-  float const* alpha_groups = nullptr;
-  fp4gemm_vector_t bias{};
-  fp4gemm_activation_t activation = FP4GEMM_ACTIVATION_NONE;
-  void const* c = nullptr;
-  int64_t c_row_stride = 0;  // elements
-  float beta = 1.0f;
-  void* d = nullptr;
-  int64_t d_row_stride = 0;  // elements
+  bool b_is_fresh = true;  // the launch right before this one on the stream may have written b
+  cutlass_evt::EpilogueArguments epilogue;
   bool batch_invariant = false;
   int device = 0;
   int num_sms = 0;

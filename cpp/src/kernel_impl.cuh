@@ -38,9 +38,7 @@ template <class K>
 struct KernelBase {
   using Gemm = typename K::Kernel;
   using Op = typename K::Op;
-  using Element = typename Op::ElementOutput;  // as CUTLASS stores it
   using Out = OutType<typename Op::Result>;
-  static constexpr int kElementsPerResult = sizeof(typename Op::Result) / sizeof(Element);
 
   template <int I, class Shape>
   static constexpr int kSize = static_cast<int>(cute::size<I>(Shape{}));
@@ -66,7 +64,8 @@ struct KernelBase {
                                         K::Arch::kDecodedOperands ? Operands::kFp16 : Operands::kNvfp4};
   static constexpr NameBuilder kName = kTraits.name();
 
-  /// The fields that the arguments of both modes have in common: sizes, operands, D and the device.
+  /// The fields that the arguments of both modes have in common: sizes, operands, the epilogue and the
+  /// device.
   template <class Args>
   static Args arguments_of(Problem const& p) {
     Args args;
@@ -77,8 +76,7 @@ struct KernelBase {
     args.scale_a = p.scale_a;
     args.b = p.b;
     args.scale_b = p.scale_b;
-    args.d = static_cast<Element*>(p.d);
-    args.d_row_stride = p.d_row_stride * kElementsPerResult;
+    args.epilogue = p.epilogue;
     args.device = p.device;
     args.num_sms = p.num_sms;
     return args;
@@ -115,22 +113,8 @@ struct DenseImpl : KernelBase<K> {
   using Base = KernelBase<K>;
   using typename Base::Gemm;
 
-  /// A vector of one element is a number, which the epilogue broadcasts.
-  static cutlass_evt::Vector vector(fp4gemm_vector_t v) { return {v.data, v.numel != 1}; }
-
   static typename Gemm::Arguments arguments(Problem const& p) {
-    auto args = Base::template arguments_of<cutlass_evt::DenseArguments<typename K::Op>>(p);
-    args.epilogue.alpha_row = vector(p.alpha_row);
-    args.epilogue.alpha_col = vector(p.alpha_col);
-    args.epilogue.alpha = p.alpha;
-    args.epilogue.bias = p.bias.data;
-    args.epilogue.activation = kernel_activation(p.activation);
-    if constexpr (!K::Op::kGated) {
-      args.epilogue.c = static_cast<typename Base::Element const*>(p.c);
-      args.epilogue.c_row_stride = p.c_row_stride;
-      args.epilogue.c_scale = p.beta;
-    }
-    return K::lower(args);
+    return K::lower(Base::template arguments_of<cutlass_evt::DenseArguments<typename K::Op>>(p));
   }
 
   static size_t workspace_bytes(Problem const& p) { return Gemm::get_workspace_size(arguments(p)); }
@@ -150,10 +134,6 @@ struct GroupedImpl : KernelBase<K> {
   using Op = typename K::Op;
   using Table = typename K::Table;
 
-  static cutlass_evt::GroupVector vector(fp4gemm_vector_t v) {
-    return {v.data, v.group_stride, v.numel != 1};
-  }
-
   /// What prepare_groups makes the table of: the operands of all groups together, and where groups end.
   static cutlass_evt::GroupedArguments<Op> arguments(Problem const& p) {
     auto args = Base::template arguments_of<cutlass_evt::GroupedArguments<Op>>(p);
@@ -161,17 +141,6 @@ struct GroupedImpl : KernelBase<K> {
     args.num_groups = p.num_groups;
     args.offs = p.offs;
     args.scale_tiles = static_cast<int>(fp4gemm_grouped_scale_rows(p.m, p.num_groups) / 128);
-    args.alpha_row = vector(p.alpha_row);
-    args.alpha_col = vector(p.alpha_col);
-    args.bias = vector(p.bias);
-    args.alpha = p.alpha;
-    args.alpha_groups = p.alpha_groups;
-    args.activation = kernel_activation(p.activation);
-    if constexpr (!Op::kGated) {
-      args.c = static_cast<typename Base::Element const*>(p.c);
-      args.c_row_stride = p.c_row_stride;
-      args.beta = p.beta;
-    }
     return args;
   }
 

@@ -64,27 +64,6 @@ struct PrepackedLaunch {
 
   static size_t workspace_bytes(Problem const& p) { return Kernel::workspace_bytes(num_ctas(p)); }
 
-  /// The epilogue's arguments. The kernel computes D transposed, so that its rows are columns of D; one
-  /// kernel stores every output type.
-  static cutlass_evt::epilogue::ColumnsArguments epilogue(Problem const& p, fp4gemm_dtype_t out) {
-    cutlass_evt::epilogue::ColumnsArguments args;
-    args.alpha_row = {p.alpha_row.data, p.alpha_row.numel != 1, 0};
-    args.alpha_col = {p.alpha_col.data, p.alpha_col.numel != 1, p.alpha_col.group_stride};
-    args.bias = {p.bias.data, true, p.bias.group_stride};
-    args.alpha = p.alpha;
-    args.alpha_groups = p.alpha_groups;
-    args.activation = kernel_activation(p.activation);
-    args.output = out == FP4GEMM_BF16   ? cutlass_evt::epilogue::OutputType::kBf16
-                  : out == FP4GEMM_FP16 ? cutlass_evt::epilogue::OutputType::kFp16
-                                        : cutlass_evt::epilogue::OutputType::kFp32;
-    args.c = p.c;
-    args.c_row_stride = p.c_row_stride;
-    args.c_scale = p.beta;
-    args.d = p.d;
-    args.d_row_stride = p.d_row_stride;
-    return args;
-  }
-
   /// Encodes the tensor map of the tokens, in the form that MixedInputOperands describes: (kDepth, m, k /
   /// kDepth) if k is a multiple of kDepth, so that one copy loads several chunks of k; otherwise (k, m).
   /// Returns false if the driver refuses.
@@ -109,7 +88,7 @@ struct PrepackedLaunch {
   /// Launches the kernel. The workspace has num_ctas(p) areas of partial sums, as many flags, and the counter
   /// of the dynamic scheduler; none needs initialisation (MixedInputPartials, MixedInputDynamicScheduler).
   /// `name` is that of the row in the table, for errors.
-  static fp4gemm_status_t launch(char const* name, Problem const& p, fp4gemm_dtype_t out, void* workspace,
+  static fp4gemm_status_t launch(char const* name, Problem const& p, void* workspace,
                                  fp4gemm_stream_t stream) {
     int const grid = num_ctas(p);
     // The kernel keeps column and token numbers, up to the end of the last tile, and tile numbers, up to one
@@ -142,7 +121,7 @@ struct PrepackedLaunch {
     // The dynamic tile scheduler gives each CTA a number of its own, so it needs clusters of one CTA.
     params.dynamic = {p.offs != nullptr && Config::kCluster == 1 ? params.flags + grid : nullptr,
                       params.nonce};
-    params.epilogue = epilogue(p, out);
+    params.epilogue = p.epilogue;
 
     if constexpr (Config::kQuantizes) {
       params.tokens = {};
@@ -190,11 +169,11 @@ struct PrepackedImpl {
     if constexpr (!kIsGrouped && Family::template kCanQuantize<Tile>) {
       using Quantizing = typename Family::template QuantizingConfig<Tile>;
       if (p.quantizes_a) {
-        return PrepackedLaunch<Family, Quantizing, typename Family::Quantizer>::launch(
-            kName.text, p, OutType<Out>::kId, workspace, stream);
+        return PrepackedLaunch<Family, Quantizing, typename Family::Quantizer>::launch(kName.text, p,
+                                                                                       workspace, stream);
       }
     }
-    return Launch::launch(kName.text, p, OutType<Out>::kId, workspace, stream);
+    return Launch::launch(kName.text, p, workspace, stream);
   }
 };
 

@@ -4,7 +4,7 @@
 #include <cmath>
 #include <utility>
 
-#include "cutlass/array.h"
+#include "cutlass_evt/epilogue/arguments.hpp"
 #include "cutlass_evt/epilogue/arithmetic.hpp"
 
 namespace cutlass_evt {
@@ -260,40 +260,24 @@ CUTLASS_HOST_DEVICE void activate_pairs(Activation kind, Values& values) {
   }
 }
 
-/// act(z) for an activation that is not gated.
-CUTLASS_HOST_DEVICE float activate_one(Activation kind, float z) {
-  float values[1] = {z};
-  activate_all<1>(kind, values);
-  return values[0];
-}
-
-struct ActivationArguments {
-  Activation kind = Activation::kNone;
-};
-
-/// The functor of a compute node; the activation is chosen at run time, once for a fragment.
-template <class T>
-struct activate;
-
-template <int N>
-struct activate<cutlass::Array<float, N>> {
-  using Array = cutlass::Array<float, N>;
-  using Arguments = ActivationArguments;
-
-  CUTLASS_HOST_DEVICE Array operator()(Array const& z, Arguments const& args) const {
-    Array result = z;
-    if (args.kind != Activation::kNone) {
-      activate_all<N>(args.kind, result);
-    }
-    return result;
+/// values[j] = act(values[2j], values[2j+1]) for j < N / 2 and the gated activation Formula, all pairs at
+/// once, so that their latencies overlap.
+template <class Formula, int N>
+CUTLASS_HOST_DEVICE void activate_pairs_by(float (&values)[N]) {
+  float gate[N / 2];
+  float inner[N / 2];
+  float factor[N / 2];
+  CUTLASS_PRAGMA_UNROLL
+  for (int i = 0; i < N / 2; ++i) {
+    gate[i] = Formula::gate(values[2 * i]);
+    inner[i] = Formula::inner(gate[i]);
+    factor[i] = Formula::factor(values[2 * i + 1]);
   }
-};
-
-// Sm90Compute looks for Arguments here.
-template <>
-struct activate<float> {
-  using Arguments = ActivationArguments;
-};
+  CUTLASS_PRAGMA_UNROLL
+  for (int i = 0; i < N / 2; ++i) {
+    values[i] = multiply_rn<float>{}(times_logistic(gate[i], inner[i]), factor[i]);
+  }
+}
 
 }  // namespace nodes
 

@@ -4,7 +4,6 @@
 #include <cstdint>
 #include <cstring>
 
-#include "cutlass/array.h"
 #include "cutlass/cutlass.h"
 
 namespace cutlass_evt::nodes {
@@ -38,26 +37,6 @@ struct add_rn<float> {
 #endif
   }
 };
-
-/// A scalar functor applied to each element of two arrays.
-template <class Op, int N>
-struct Elementwise {
-  using Array = cutlass::Array<float, N>;
-  CUTLASS_HOST_DEVICE Array operator()(Array const& a, Array const& b) const {
-    Array result;
-    CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < N; ++i) {
-      result[i] = Op{}(a[i], b[i]);
-    }
-    return result;
-  }
-};
-
-template <int N>
-struct multiply_rn<cutlass::Array<float, N>> : Elementwise<multiply_rn<float>, N> {};
-
-template <int N>
-struct add_rn<cutlass::Array<float, N>> : Elementwise<add_rn<float>, N> {};
 
 inline uint32_t float_to_bits(float x) {
   uint32_t bits;

@@ -3,108 +3,56 @@
 // kernel serves every call.
 #pragma once
 
-#include "cutlass/bfloat16.h"
-#include "cutlass/half.h"
-#include "cutlass_evt/epilogue/gated.hpp"
-#include "cutlass_evt/epilogue/rowcol.hpp"
-#include "cutlass_evt/load_after_wait.hpp"
+#include "cutlass_evt/epilogue/finish.hpp"
 
 namespace cutlass_evt::epilogue {
 
-enum class OutputType { kBf16, kFp16, kFp32 };
-
-/// The arguments of RowCol and of Gated, for a grouped product or for a dense one, which has one group.
-struct ColumnsArguments {
-  struct Vector {
-    float const* data = nullptr;  // null: absent
-    bool is_vector = true;        // false: one number
-    int64_t group_stride = 0;     // elements
-  };
-  Vector alpha_row;  // indexed by the row of D, counted through all groups
-  Vector alpha_col;
-  Vector bias;
-  float alpha = 1.0f;
-  float const* alpha_groups = nullptr;        // in place of alpha
-  Activation activation = Activation::kNone;  // gated: D has half as many columns as the product
-  OutputType output = OutputType::kBf16;
-  void const* c = nullptr;   // (m, n) of the output type
-  int64_t c_row_stride = 0;  // elements
-  float c_scale = 1.0f;
-  void* d = nullptr;
-  int64_t d_row_stride = 0;  // elements
+/// The epilogue's device functions, for dense products and groups that are ragged in m.
+struct ColumnsEpilogue {
+  using Arguments = EpilogueArguments;
+  static constexpr int kColumns = 8;  // that a thread finishes at a time
 
   /// True for the usual call: bf16, no activation, no C.
-  CUTLASS_HOST_DEVICE bool is_plain() const {
-    return activation == Activation::kNone && c == nullptr && output == OutputType::kBf16;
+  CUTLASS_HOST_DEVICE static bool is_plain(Arguments const& args) {
+    return args.activation == Activation::kNone && args.c == nullptr && args.output == OutputType::kBf16;
   }
 
   /// True if D has 16-bit elements and there is neither an activation nor C. With takes_more, a gated
   /// activation or C may be there.
-  CUTLASS_HOST_DEVICE bool is_direct(bool takes_more) const {
-    return output != OutputType::kFp32 &&
-           (takes_more ? activation == Activation::kNone || is_gated(activation)
-                       : activation == Activation::kNone && c == nullptr);
-  }
-};
-
-/// The epilogue's device functions. The bits are those of RowCol::apply and of Gated.
-struct ColumnsEpilogue {
-  using Arguments = ColumnsArguments;
-  static constexpr int kColumns = 8;  // that a thread finishes at a time
-
-  // The addresses of the elements of vectors; null: absent. A column is counted in the product.
-
-  CUTLASS_DEVICE static float const* row_factor_at(Arguments const& args, int64_t row) {
-    return args.alpha_row.data == nullptr ? nullptr
-                                          : args.alpha_row.data + (args.alpha_row.is_vector ? row : 0);
+  CUTLASS_HOST_DEVICE static bool is_direct(Arguments const& args, bool takes_more) {
+    return args.output != OutputType::kFp32 &&
+           (takes_more ? args.activation == Activation::kNone || is_gated(args.activation)
+                       : args.activation == Activation::kNone && args.c == nullptr);
   }
 
-  CUTLASS_DEVICE static float const* by_column_at(Arguments const& args, int group, int column) {
-    float const* const data = args.alpha_col.data + group * args.alpha_col.group_stride;
-    return args.alpha_col.data == nullptr ? nullptr : data + (args.alpha_col.is_vector ? column : 0);
-  }
+  CUTLASS_DEVICE static float alpha(Arguments const& args, int group) { return alpha_of(args, group); }
 
-  CUTLASS_DEVICE static float const* bias_at(Arguments const& args, int group, int column) {
-    float const* const data = args.bias.data + group * args.bias.group_stride;
-    return args.bias.data == nullptr ? nullptr : data + column;
-  }
-
-  CUTLASS_DEVICE static float alpha(Arguments const& args, int group) {
-    return args.alpha_groups == nullptr ? args.alpha : load_after_wait(args.alpha_groups + group);
-  }
-
-  CUTLASS_DEVICE static float row_factor(Arguments const& args, int64_t row) {
-    return args.alpha_row.data == nullptr ? 1.0f : load_after_wait(row_factor_at(args, row));
-  }
-
-  /// The multiplications of nodes::scaled.
-  CUTLASS_DEVICE static float scale(float alpha, float by_column, float by_row, float z) {
-    nodes::multiply_rn<float> const multiply;
-    return multiply(alpha, multiply(by_column, multiply(by_row, z)));
+  /// The elements of all vectors along the rows that belong to one row.
+  struct RowElements {
+    float of[kNumRowVectors];
+  };
+  CUTLASS_DEVICE static RowElements row_elements(Arguments const& args, int64_t row) {
+    RowElements elements;
+    CUTLASS_PRAGMA_UNROLL
+    for (int v = 0; v < kNumRowVectors; ++v) {
+      elements.of[v] = element(args, RowVector(v), 0, row);
+    }
+    return elements;
   }
 
   /// For kernels whose threads hold two columns of the product. Only for calls with is_direct.
   struct TwoColumns {
-    float by_column[2];
-    float bias[2];
+    float per_column[kNumColumnVectors][2];
     float alpha;
 
-    /// The element z of the product in column `which`, multiplied by all factors.
-    CUTLASS_DEVICE float scaled(float z, float by_row, int which) const {
-      return scale(alpha, by_column[which], by_row, z);
-    }
-
-    /// pair(i) = the elements z(2 i) and z(2 i + 1) of D as two 16-bit numbers, from elements that have been
-    /// scaled. An even i is in the first column, an odd one in the second. With has_c, pair(i) holds the
-    /// elements of C before.
-    template <int Values, class Z, class Pair>
-    CUTLASS_DEVICE void finish(Arguments const& args, bool has_c, Z const& z, Pair const& pair) const {
-      if (args.bias.data != nullptr) {
-        CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < Values; ++i) {
-          z(i) = nodes::add_rn<float>{}(z(i), bias[i / 2 % 2]);
-        }
-      }
+    /// pair(i) = the elements z[2 i] and z[2 i + 1] of D as two 16-bit numbers, from elements of the product.
+    /// row(v, i) is the element of a vector for z[i], and z[i] is in the first column if i / 2 is even, else
+    /// in the second. With has_c, pair(i) holds the elements of C before.
+    template <int Values, class Z, class Row, class Pair>
+    CUTLASS_DEVICE void finish(Arguments const& args, bool has_c, Z&& z, Row const& row,
+                               Pair const& pair) const {
+      scale_and_add<Values>(args, alpha, z, row,
+                            [&](ColumnVector v, int i) { return per_column[v][i / 2 % 2]; });
       if (args.output == OutputType::kBf16) {
         finish_as<cutlass::bfloat16_t, Values>(args, has_c, z, pair);
       } else {
@@ -112,60 +60,32 @@ struct ColumnsEpilogue {
       }
     }
 
-    /// The element z of the product in column `which`, multiplied by all factors, plus the bias.
-    CUTLASS_DEVICE float with_bias(float z, float by_row, int which) const {
-      return nodes::add_rn<float>{}(scaled(z, by_row, which), bias[which]);
-    }
-
     /// packed[i] = two elements of D for the gated activation Formula as 16-bit numbers, those of z[4 i] and
     /// z[4 i + 1] and of z[4 i + 2] and z[4 i + 3]. z holds pairs of gate and up and is overwritten.
     template <class Formula, int Values>
     CUTLASS_DEVICE static void finish_pairs(Arguments const& args, float (&z)[Values],
                                             uint32_t (&packed)[Values / 4]) {
-      // All pairs at once, so that their latencies overlap.
-      float gate[Values / 2];
-      float inner[Values / 2];
-      float factor[Values / 2];
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < Values / 2; ++i) {
-        gate[i] = Formula::gate(z[2 * i]);
-        inner[i] = Formula::inner(gate[i]);
-        factor[i] = Formula::factor(z[2 * i + 1]);
-      }
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < Values / 2; ++i) {
-        z[i] = nodes::multiply_rn<float>{}(nodes::times_logistic(gate[i], inner[i]), factor[i]);
-      }
+      nodes::activate_pairs_by<Formula, Values>(z);
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < Values / 4; ++i) {
-        packed[i] = args.output == OutputType::kBf16 ? two<cutlass::bfloat16_t>(z[2 * i], z[2 * i + 1])
-                                                     : two<cutlass::half_t>(z[2 * i], z[2 * i + 1]);
+        packed[i] = args.output == OutputType::kBf16 ? cast_two<cutlass::bfloat16_t>(z[2 * i], z[2 * i + 1])
+                                                     : cast_two<cutlass::half_t>(z[2 * i], z[2 * i + 1]);
       }
     }
 
    private:
     template <class Out, int Values, class Z, class Pair>
-    CUTLASS_DEVICE static void finish_as(Arguments const& args, bool has_c, Z const& z, Pair const& pair) {
+    CUTLASS_DEVICE static void finish_as(Arguments const& args, bool has_c, Z& z, Pair const& pair) {
       if (has_c) {
-        CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < Values; ++i) {
+        add_source<Values>(args, z, [&](int i) {
           uint32_t const bits = pair(i / 2);
-          Out const c = reinterpret_cast<cutlass::Array<Out, 2> const&>(bits)[i % 2];
-          z(i) =
-              nodes::add_rn<float>{}(z(i), nodes::multiply_rn<float>{}(args.c_scale, static_cast<float>(c)));
-        }
+          return static_cast<float>(reinterpret_cast<cutlass::Array<Out, 2> const&>(bits)[i % 2]);
+        });
       }
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < Values / 2; ++i) {
-        pair(i) = two<Out>(z(2 * i), z(2 * i + 1));
+        pair(i) = cast_two<Out>(z[2 * i], z[2 * i + 1]);
       }
-    }
-
-    template <class Out>
-    CUTLASS_DEVICE static uint32_t two(float low, float high) {
-      cutlass::Array<float, 2> const from{low, high};
-      auto const to = cutlass::NumericArrayConverter<Out, float, 2, nodes::kRoundToNearest>::convert(from);
-      return reinterpret_cast<uint32_t const&>(to);
     }
   };
 
@@ -178,25 +98,28 @@ struct ColumnsEpilogue {
       valid_ = n - column;
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kColumns; ++i) {
-        bool const present = i < valid_;
-        by_column_[i] = present && args.alpha_col.data != nullptr
-                            ? load_after_wait(by_column_at(args, group, column + i))
-                            : 1.0f;
-        bias_[i] = present && args.bias.data != nullptr ? load_after_wait(bias_at(args, group, column + i))
-                                                        : nodes::kNoBias;
+        CUTLASS_PRAGMA_UNROLL
+        for (int v = 0; v < kNumColumnVectors; ++v) {
+          per_column_[v][i] =
+              i < valid_ ? element(args, ColumnVector(v), group, column + i) : absent(ColumnVector(v));
+        }
       }
       alpha_ = alpha(args, group);
     }
 
-    /// The same from copies of the vectors: by_column and bias point at the elements of `column` and are
-    /// 16-byte aligned. Elements beyond column n - 1 may hold anything.
-    CUTLASS_DEVICE void load(float const* by_column, float const* bias, float alpha, int column, int n) {
+    /// The same from copies of the vectors, which are `stride` elements apart: per_column points at the
+    /// element of `column` of the first and is 16-byte aligned. Elements beyond column n - 1 may hold
+    /// anything.
+    CUTLASS_DEVICE void load(float const* per_column, int stride, float alpha, int column, int n) {
       column_ = column;
       valid_ = n - column;
       CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kColumns; i += 4) {
-        *reinterpret_cast<float4*>(by_column_ + i) = *reinterpret_cast<float4 const*>(by_column + i);
-        *reinterpret_cast<float4*>(bias_ + i) = *reinterpret_cast<float4 const*>(bias + i);
+      for (int v = 0; v < kNumColumnVectors; ++v) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < kColumns; i += 4) {
+          *reinterpret_cast<float4*>(per_column_[v] + i) =
+              *reinterpret_cast<float4 const*>(per_column + v * stride + i);
+        }
       }
       alpha_ = alpha;
     }
@@ -205,27 +128,14 @@ struct ColumnsEpilogue {
     CUTLASS_DEVICE bool any() const { return valid_ > 0; }
 
     /// Stores these columns of the rows rows[i] of D for which present[i], from elements z[i] of the product
-    /// and the factors by_row[i] of the rows. z is overwritten.
+    /// and the elements per_row[i] of the rows. z is overwritten.
     template <int Rows>
     CUTLASS_DEVICE void store(Arguments const& args, int64_t const (&rows)[Rows], bool const (&present)[Rows],
-                              float const (&by_row)[Rows], float (&z)[Rows][kColumns]) const {
-      CUTLASS_PRAGMA_UNROLL
-      for (int r = 0; r < Rows; ++r) {
-        CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < kColumns; ++i) {
-          z[r][i] = scale(alpha_, by_column_[i], by_row[r], z[r][i]);
-        }
-      }
-      if (args.bias.data != nullptr) {
-        CUTLASS_PRAGMA_UNROLL
-        for (int r = 0; r < Rows; ++r) {
-          CUTLASS_PRAGMA_UNROLL
-          for (int i = 0; i < kColumns; ++i) {
-            z[r][i] = nodes::add_rn<float>{}(z[r][i], bias_[i]);
-          }
-        }
-      }
-      if (args.is_plain()) {
+                              RowElements const (&per_row)[Rows], float (&z)[Rows][kColumns]) const {
+      scale_and_add<Rows * kColumns>(
+          args, alpha_, AllRows<Rows>{z}, [&](RowVector v, int i) { return per_row[i / kColumns].of[v]; },
+          [&](ColumnVector v, int i) { return per_column_[v][i % kColumns]; });
+      if (is_plain(args)) {
         CUTLASS_PRAGMA_UNROLL
         for (int r = 0; r < Rows; ++r) {
           if (present[r]) {
@@ -235,15 +145,9 @@ struct ColumnsEpilogue {
         }
         return;
       }
-      if (args.activation != Activation::kNone) {
-        CUTLASS_PRAGMA_UNROLL
-        for (int r = 0; r < Rows; ++r) {
-          if (is_gated(args.activation)) {
-            nodes::activate_pairs<kColumns>(args.activation, z[r]);
-          } else {
-            nodes::activate_all<kColumns>(args.activation, z[r]);
-          }
-        }
+      CUTLASS_PRAGMA_UNROLL
+      for (int r = 0; r < Rows; ++r) {
+        activate<kColumns>(args, z[r]);
       }
       CUTLASS_PRAGMA_UNROLL
       for (int r = 0; r < Rows; ++r) {
@@ -258,6 +162,13 @@ struct ColumnsEpilogue {
     }
 
    private:
+    /// The columns of several rows, one row after the other.
+    template <int Rows>
+    struct AllRows {
+      float (&z)[Rows][kColumns];
+      CUTLASS_DEVICE float& operator[](int i) const { return z[i / kColumns][i % kColumns]; }
+    };
+
     template <class Out>
     CUTLASS_DEVICE void write(Arguments const& args, int64_t row, float (&z)[kColumns]) const {
       constexpr int kPer16 = 16 / sizeof(Out);
@@ -267,7 +178,7 @@ struct ColumnsEpilogue {
           cutlass::Array<Out, kColumns / 2> out;
           CUTLASS_PRAGMA_UNROLL
           for (int i = 0; i < kColumns / 2; ++i) {
-            out[i] = round_to<Out>(z[i]);
+            out[i] = cast<Out>(z[i]);
           }
           *reinterpret_cast<uint2*>(d + column_ / 2) = reinterpret_cast<uint2 const&>(out);
         }
@@ -283,11 +194,7 @@ struct ColumnsEpilogue {
           // A plain load: C may be D, which the read-only path must not see.
           uint4 const bits = *reinterpret_cast<uint4 const*>(from);
           auto const& c = reinterpret_cast<cutlass::Array<Out, kPer16> const&>(bits);
-          CUTLASS_PRAGMA_UNROLL
-          for (int j = 0; j < kPer16; ++j) {
-            z[i + j] = nodes::add_rn<float>{}(
-                z[i + j], nodes::multiply_rn<float>{}(args.c_scale, static_cast<float>(c[j])));
-          }
+          add_source<kPer16>(args, z + i, [&](int j) { return static_cast<float>(c[j]); });
         }
         write_16_bytes(d + column_ + i, z + i);
       }
@@ -298,18 +205,12 @@ struct ColumnsEpilogue {
       cutlass::Array<Out, 16 / sizeof(Out)> out;
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < static_cast<int>(16 / sizeof(Out)); ++i) {
-        out[i] = round_to<Out>(z[i]);
+        out[i] = cast<Out>(z[i]);
       }
       *reinterpret_cast<uint4*>(to) = reinterpret_cast<uint4 const&>(out);
     }
 
-    template <class Out>
-    CUTLASS_DEVICE static Out round_to(float y) {
-      return cutlass::NumericConverter<Out, float, nodes::kRoundToNearest>::convert(y);
-    }
-
-    alignas(16) float by_column_[kColumns];
-    alignas(16) float bias_[kColumns];
+    alignas(16) float per_column_[kNumColumnVectors][kColumns];
     float alpha_;
     int column_;
     int valid_;

@@ -14,6 +14,7 @@
 //   consumers  Config::kConsumerGroups warpgroups, which multiply the stages and store D
 #pragma once
 
+#include "cutlass_evt/epilogue/columns.hpp"
 #include "cutlass_evt/kernel/mixed_input_direct_epilogue.hpp"
 #include "cutlass_evt/kernel/mixed_input_params.hpp"
 #include "cutlass_evt/kernel/mixed_input_partials.hpp"
@@ -42,7 +43,7 @@ struct MixedInputKernel {
 
   using Staged = MixedInputStagedEpilogue<Config, Accumulators>;
   using Direct = MixedInputDirectEpilogue<Config, Epilogue>;
-  using Vectors = MixedInputEpilogueVectors<Config, Epilogue>;
+  using Vectors = MixedInputEpilogueVectors<Config>;
   using Partials = MixedInputPartials<Config, Accumulators>;
   static constexpr int kColumns = Staged::kColumns;
   static constexpr int kRounds = Staged::kRounds;
@@ -189,7 +190,7 @@ struct MixedInputKernel {
     TileCoord const& coord = item.coord;
     TileWork const work = tile_work(p, item, rank);
     float const alpha = Epilogue::alpha(p.epilogue, coord.group);
-    bool const is_direct = p.epilogue.is_direct(Direct::kTakesMore);
+    bool const is_direct = Epilogue::is_direct(p.epilogue, Direct::kTakesMore);
     bool const uses_vectors = Config::kSharesRows || is_direct;
     if (uses_vectors && item.begin == 0) {
       Vectors::fetch(p.epilogue, shared, coord, work.first_chunk, p.n);
@@ -240,19 +241,27 @@ struct MixedInputKernel {
     } else {
       columns.load(p.epilogue, coord.group, first_column, p.n);
     }
+    using RowElements = typename Epilogue::RowElements;
     auto const fetch_row = [&](int token) {
+      RowElements elements{};
       if constexpr (Config::kSharesRows) {
-        return vectors[token];
+        CUTLASS_PRAGMA_UNROLL
+        for (int v = 0; v < kNumRowVectors; ++v) {
+          elements.of[v] = vectors[v * Config::kTokens + token];
+        }
       } else {
         int const row = coord.token + token;
-        return row < coord.rows.size ? Epilogue::row_factor(p.epilogue, int64_t{coord.rows.begin} + row)
-                                     : 0.0f;
+        if (row < coord.rows.size) {
+          elements = Epilogue::row_elements(p.epilogue, int64_t{coord.rows.begin} + row);
+        }
       }
+      return elements;
     };
-    auto const finish = [&](int token, float (&sums)[kRounds][kColumns], float const(&by_row)[kRounds]) {
+    auto const finish = [&](int token, float (&sums)[kRounds][kColumns],
+                            RowElements const(&per_row)[kRounds]) {
       if constexpr (Config::kSharesRows) {
-        columns.load(vectors + Vectors::kByColumn + s.column, vectors + Vectors::kBias + s.column, alpha,
-                     first_column, p.n);
+        columns.load(vectors + Vectors::kColumnsAt + s.column, Config::kVectorColumns, alpha, first_column,
+                     p.n);
       }
       int64_t rows[kRounds];
       bool present[kRounds];
@@ -266,7 +275,7 @@ struct MixedInputKernel {
           sums[r][j] *= static_cast<float>(1 << Config::Packing::kExponent);
         }
       }
-      columns.store(p.epilogue, rows, present, by_row, sums);
+      columns.store(p.epilogue, rows, present, per_row, sums);
     };
     Staged::for_each_slot(shared, accumulators, s, fetch_row, finish);
   }

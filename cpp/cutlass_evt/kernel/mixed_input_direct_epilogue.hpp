@@ -20,7 +20,7 @@ template <class Config, class Epilogue>
 struct MixedInputDirectEpilogue {
   using Shared = MixedInputShared<Config>;
   using TileCoord = typename MixedInputGroups<Config>::TileCoord;
-  using Vectors = MixedInputEpilogueVectors<Config, Epilogue>;
+  using Vectors = MixedInputEpilogueVectors<Config>;
   static constexpr int kSliceTokens = Config::kDirectTokens;
   static constexpr int kSlices = Config::kTokens / kSliceTokens;
   static constexpr int kPieces = kSliceTokens / 16;  // stores of 16 bytes by a thread for each slice
@@ -30,7 +30,7 @@ struct MixedInputDirectEpilogue {
 
   /// Writes the tile to D, with or without C; the accumulators are used up.
   template <bool kHasC, class Accumulators>
-  CUTLASS_DEVICE static void store(typename Epilogue::Arguments const& args, Shared const& shared,
+  CUTLASS_DEVICE static void store(EpilogueArguments const& args, Shared const& shared,
                                    TileCoord const& coord, int first_chunk, int n,
                                    Accumulators& accumulators) {
     int const tokens = coord.rows.size - coord.token;
@@ -101,18 +101,15 @@ struct MixedInputDirectEpilogue {
                        : "memory");
         }
       }
+      Sums<Accumulators> z{accumulators, slice * (kSliceTokens / 2)};
       CUTLASS_PRAGMA_UNROLL
-      for (int block = 0; block < kSliceTokens / 8; ++block) {
-        int const first = slice * kSliceTokens + block * 8;
-        float2 const by_row = *reinterpret_cast<float2 const*>(vectors + first + lane % 4 * 2);
-        CUTLASS_PRAGMA_UNROLL
-        for (int v = 0; v < 4; ++v) {
-          float& z = accumulators[first / 2 + v];
-          z = columns.scaled(z * kScale, v % 2 == 0 ? by_row.x : by_row.y, v / 2);
-        }
+      for (int i = 0; i < kSliceTokens / 2; ++i) {
+        z[i] *= kScale;
       }
+      // Of each block of 8 tokens a thread has two, in two columns.
       columns.template finish<kSliceTokens / 2>(
-          args, kHasC, [&](int i) -> float& { return accumulators[slice * (kSliceTokens / 2) + i]; },
+          args, kHasC, z,
+          [&](RowVector v, int i) { return of_token(vectors, v, slice * kSliceTokens + i / 4 * 8, lane, i); },
           [&](int i) -> uint32_t& { return packed[i / 2][i % 2]; });
       CUTLASS_PRAGMA_UNROLL
       for (int block = 0; block < kSliceTokens / 8; block += 2) {
@@ -149,7 +146,7 @@ struct MixedInputDirectEpilogue {
   /// second: so each lane activates one pair of columns. A loop over slices keeps the code small; since
   /// registers cannot be indexed at run time, it selects a slice's sums among all.
   template <class Formula, class Accumulators>
-  CUTLASS_DEVICE static void store_pairs(typename Epilogue::Arguments const& args, Shared const& shared,
+  CUTLASS_DEVICE static void store_pairs(EpilogueArguments const& args, Shared const& shared,
                                          TileCoord const& coord, int first_chunk, int n,
                                          Accumulators& accumulators) {
     // Slices of tiles of 256 are smaller, since their sums need most of the registers.
@@ -200,19 +197,18 @@ struct MixedInputDirectEpilogue {
       for (int block = 0; block < kSliceTokens / 8; block += 2) {
         float pairs[8];  // gate and up of this lane's column of D, for four tokens
         CUTLASS_PRAGMA_UNROLL
-        for (int half = 0; half < 2; ++half) {
-          float2 const by_row = *reinterpret_cast<float2 const*>(vectors + slice * kSliceTokens +
-                                                                 (block + half) * 8 + lane % 4 * 2);
-          CUTLASS_PRAGMA_UNROLL
-          for (int v = 0; v < 2; ++v) {
-            float const factor = v == 0 ? by_row.x : by_row.y;
-            float const* const z = sums + (block + half) * 4 + v;
-            float const first = columns.with_bias(z[0] * kScale, factor, 0);
-            float const second = columns.with_bias(z[2] * kScale, factor, 1);
-            float const other = __shfl_xor_sync(0xFFFFFFFFu, has_up ? first : second, 4);
-            pairs[half * 4 + v * 2] = has_up ? other : first;
-            pairs[half * 4 + v * 2 + 1] = has_up ? second : other;
-          }
+        for (int token = 0; token < 4; ++token) {
+          // Of each block of 8 tokens a thread has two, in two columns.
+          float const* const sum = sums + (block + token / 2) * 4 + token % 2;
+          int const first = slice * kSliceTokens + (block + token / 2) * 8;
+          float z[2] = {sum[0] * kScale, sum[2] * kScale};
+          epilogue::scale_and_add<2, /*kSkipsAbsent=*/false>(
+              args, columns.alpha, z,
+              [&](RowVector v, int) { return of_token(vectors, v, first, lane, token); },
+              [&](ColumnVector v, int i) { return columns.per_column[v][i]; });
+          float const other = __shfl_xor_sync(0xFFFFFFFFu, has_up ? z[0] : z[1], 4);
+          pairs[token * 2] = has_up ? other : z[0];
+          pairs[token * 2 + 1] = has_up ? z[1] : other;
         }
         uint32_t packed[2];
         columns.template finish_pairs<Formula>(args, pairs, packed);
@@ -237,15 +233,32 @@ struct MixedInputDirectEpilogue {
  private:
   static constexpr float kScale = static_cast<float>(1 << Config::Packing::kExponent);
 
+  /// Some accumulators, from number `first` on.
+  template <class Accumulators>
+  struct Sums {
+    Accumulators& accumulators;
+    int first;
+    CUTLASS_DEVICE float& operator[](int i) const { return accumulators[first + i]; }
+  };
+
+  /// The element of a vector for sum i of a lane's four sums in a block of 8 tokens, of which `first` is the
+  /// first.
+  CUTLASS_DEVICE static float of_token(float const* vectors, RowVector v, int first, int lane, int i) {
+    float2 const two = *reinterpret_cast<float2 const*>(vectors + v * Config::kTokens + first + lane % 4 * 2);
+    return i % 2 == 0 ? two.x : two.y;
+  }
+
   /// The vectors of the two columns of a thread.
   CUTLASS_DEVICE static typename Epilogue::TwoColumns two_columns(float const* vectors, int thread,
                                                                   float alpha) {
     typename Epilogue::TwoColumns columns;
     CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < 2; ++i) {
-      int const of_column = thread / 32 * 16 + thread % 32 / 4 + i * 8;
-      columns.by_column[i] = vectors[Vectors::kByColumn + of_column];
-      columns.bias[i] = vectors[Vectors::kBias + of_column];
+    for (int v = 0; v < kNumColumnVectors; ++v) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < 2; ++i) {
+        columns.per_column[v][i] = vectors[Vectors::kColumnsAt + v * Config::kVectorColumns +
+                                           thread / 32 * 16 + thread % 32 / 4 + i * 8];
+      }
     }
     columns.alpha = alpha;
     return columns;

@@ -1,50 +1,49 @@
 // The vectors of the epilogue, copied to shared memory while the mainloop runs.
 #pragma once
 
-#include "cutlass_evt/epilogue/columns.hpp"
+#include "cutlass_evt/epilogue/finish.hpp"
 #include "cutlass_evt/kernel/mixed_input_schedule.hpp"
 
 namespace cutlass_evt {
 
-/// The vectors of one tile in shared memory: a factor for each token, a factor for each row of the weight
-/// (kByColumn: a column of D), and a bias for each row of the weight (kBias). Warpgroups that share rows
-/// share one copy; otherwise each warpgroup has its own, for its 64 rows.
+/// The vectors of one tile in shared memory: kTokens elements of each RowVector, then from kColumnsAt on
+/// kVectorColumns elements of each ColumnVector, since the rows of the weight are columns of D. Warpgroups
+/// that share rows share one copy; otherwise each warpgroup has its own, for its 64 rows.
 ///
-/// Where Config::kQuantizes, the quantizer has written the factors of the tokens and they stay.
+/// Where Config::kQuantizes, the quantizer has written kAlphaRow, the first, and it stays.
 ///
-/// Config is a MixedInputConfig; Epilogue says where the vectors lie (ColumnsEpilogue).
-template <class Config, class Epilogue>
+/// Config is a MixedInputConfig.
+template <class Config>
 struct MixedInputEpilogueVectors {
   using Shared = MixedInputShared<Config>;
-  static constexpr int kByColumn = Config::kTokens;
-  static constexpr int kBias = kByColumn + Config::kVectorColumns;
+  static constexpr int kColumnsAt = Config::kTokens * kNumRowVectors;
+  static constexpr int kSize = kColumnsAt + Config::kVectorColumns * kNumColumnVectors;
   static constexpr int kThreads = Config::kSharesRows ? Config::kConsumerThreads : 128;
 
   /// Starts the copies by cp.async, so that no register holds a value during the mainloop. What belongs to
   /// rows and columns beyond the product gets a constant: the epilogue reads it, for elements that it does
   /// not store. The previous tile's vectors must have been read: a barrier among the same threads separates
   /// its epilogue from this call.
-  CUTLASS_DEVICE static void fetch(typename Epilogue::Arguments const& args, Shared const& shared,
+  CUTLASS_DEVICE static void fetch(EpilogueArguments const& args, Shared const& shared,
                                    MixedInputTileCoord const& coord, int first_chunk, int n) {
     int const thread = static_cast<int>(threadIdx.x) % kThreads;
     int const group = static_cast<int>(threadIdx.x) / kThreads;
     float* const vectors = shared.vectors(group);
     int const tokens = coord.rows.size - coord.token;
     CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < kBias + Config::kVectorColumns; i += kThreads) {
+    for (int i = 0; i < kSize; i += kThreads) {
       int const index = thread + i;
-      if (!Config::kQuantizes && index < Config::kTokens) {
-        int64_t const row = int64_t{coord.rows.begin} + coord.token + index;
-        copy(vectors + index, index < tokens ? Epilogue::row_factor_at(args, row) : nullptr, 1.0f);
+      if (index < kColumnsAt && !(Config::kQuantizes && index / Config::kTokens == kAlphaRow)) {
+        int const token = index % Config::kTokens;
+        int64_t const row = int64_t{coord.rows.begin} + coord.token + token;
+        copy_one<RowVector, kNumRowVectors>(args, index / Config::kTokens, 0, row, token < tokens,
+                                            vectors + index);
       }
-      bool const is_bias = index >= kBias;
-      int const row = index - (is_bias ? kBias : kByColumn);
-      int const column = (first_chunk + group) * 64 + row;
-      if (index >= kByColumn && row < Config::kVectorColumns) {
-        float const* const from = column >= n ? nullptr
-                                  : is_bias   ? Epilogue::bias_at(args, coord.group, column)
-                                              : Epilogue::by_column_at(args, coord.group, column);
-        copy(vectors + index, from, is_bias ? nodes::kNoBias : 1.0f);
+      int const of_columns = index - kColumnsAt;
+      if (of_columns >= 0 && index < kSize) {
+        int const column = (first_chunk + group) * 64 + of_columns % Config::kVectorColumns;
+        copy_one<ColumnVector, kNumColumnVectors>(args, of_columns / Config::kVectorColumns, coord.group,
+                                                  column, column < n, vectors + index);
       }
     }
   }
@@ -53,6 +52,22 @@ struct MixedInputEpilogueVectors {
   CUTLASS_DEVICE static void wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
  private:
+  /// Copies element i of vector number `which` of the `Count` vectors V, or absent(v) where it is not there.
+  template <class V, int Count>
+  CUTLASS_DEVICE static void copy_one(EpilogueArguments const& args, int which, int group, int64_t i,
+                                      bool present, float* to) {
+    float const* from = nullptr;
+    float otherwise = 0.0f;
+    CUTLASS_PRAGMA_UNROLL
+    for (int v = 0; v < Count; ++v) {  // a selection, since an index would put the arguments into memory
+      if (v == which) {
+        from = present ? args.vector(V(v)).at(group, i) : nullptr;
+        otherwise = absent(V(v));
+      }
+    }
+    copy(to, from, otherwise);
+  }
+
   /// *to = *from, asynchronously; `absent`, at once, where from is null.
   CUTLASS_DEVICE static void copy(float* to, float const* from, float absent) {
     if (from == nullptr) {

@@ -33,7 +33,7 @@ struct MixedInputParams {
   uint64_t* flags;
   uint64_t nonce;
   MixedInputDynamicScheduler dynamic;  // for grouped products, whose tiles take different times
-  typename Epilogue::Arguments epilogue;
+  EpilogueArguments epilogue;
 };
 
 }  // namespace cutlass_evt

@@ -58,13 +58,14 @@ struct MixedInputStagedEpilogue {
     int const lane = static_cast<int>(threadIdx.x % 32);
     float* const mine =
         shared.slice(static_cast<int>(threadIdx.x / 32)) + lane % 4 * 2 * Config::kSliceStride + lane / 4;
-    auto const fetch_slice = [&](float (&to)[kRounds], int slice) {
+    using Fetched = decltype(fetch(0));
+    auto const fetch_slice = [&](Fetched(&to)[kRounds], int slice) {
       CUTLASS_PRAGMA_UNROLL
       for (int round = 0; round < kRounds; ++round) {
         to[round] = fetch(slice * Config::kSliceTokens + s.token + round * 16);
       }
     };
-    float ahead[kRounds];
+    Fetched ahead[kRounds];
     if (kSlices > 1) {
       fetch_slice(ahead, 0);
     }
@@ -73,7 +74,7 @@ struct MixedInputStagedEpilogue {
       CUTLASS_PRAGMA_UNROLL
       for (int inner = 0; inner < kInner; ++inner) {
         int const slice = outer * kInner + inner;
-        float fetched[kRounds];
+        Fetched fetched[kRounds];
         if (kSlices > 1) {
           CUTLASS_PRAGMA_UNROLL
           for (int round = 0; round < kRounds; ++round) {

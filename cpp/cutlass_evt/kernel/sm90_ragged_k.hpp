@@ -34,7 +34,7 @@ struct Sm90RaggedKKernel {
   using WorkItem = typename Config::WorkItem;
   using Epilogue = Sm90RaggedKEpilogue<Config>;
   using Shared = typename Config::Shared;
-  using Params = Sm90RaggedKParams<Out>;
+  using Params = Sm90RaggedKParams;
   using Mma = decltype(cute::make_tiled_mma(
       cute::GMMA::ss_op_selector<Element, Element, float,
                                  cute::Shape<cute::_64, cute::Int<Config::kColumns>, cute::_64>>()));
@@ -252,7 +252,7 @@ struct Sm90RaggedKKernel {
 /// The entry point. The grid is one-dimensional, a multiple of the cluster.
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
-    sm90_ragged_k_gemm(__grid_constant__ Sm90RaggedKParams<typename Config::Out> const params) {
+    sm90_ragged_k_gemm(__grid_constant__ Sm90RaggedKParams const params) {
   extern __shared__ char sm90_ragged_k_shared[];
   Sm90RaggedKKernel<Config>::run(params, sm90_ragged_k_shared);
 }

@@ -11,34 +11,12 @@
 #include "cutlass/cutlass.h"
 #include "cutlass/fast_math.h"
 #include "cutlass/half.h"
-#include "cutlass_evt/epilogue/activation.hpp"
+#include "cutlass_evt/epilogue/arguments.hpp"
 #include "cutlass_evt/load_after_wait.hpp"
 
 namespace cutlass_evt {
 
-/// A vector of the epilogue for each group: fp32 numbers, or one number where is_vector is false.
-struct Sm90RaggedKVector {
-  float const* data = nullptr;  // null: absent
-  bool is_vector = true;
-  int64_t group_stride = 0;  // elements
-
-  /// to[i] = element first + i of the vector of a group, for i from 0 to Count - 1. Where there is no vector,
-  /// and beyond its `size` elements, it is `absent`. All lanes of a warp call this; each copies a part.
-  template <int Count>
-  CUTLASS_DEVICE void copy(int group, int first, int size, float absent, float* to) const {
-    int const lane = static_cast<int>(threadIdx.x % 32);
-    int const present = data == nullptr ? 0 : size - first - lane;
-    float const* const from = data + group * group_stride + (is_vector ? first + lane : 0);
-    int const step = is_vector ? 32 : 0;
-    CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < Count / 32; ++i) {
-      to[lane + i * 32] = i * 32 < present ? load_after_wait(from + i * step) : absent;
-    }
-  }
-};
-
-/// The arguments of the kernel. Out is the element type of C and D.
-template <class Out>
+/// The arguments of the kernel.
 struct Sm90RaggedKParams {
   CUtensorMap a;  // (k, m) with boxes of 64 by the rows of a tile
   CUtensorMap b;  // (k, n) with boxes of 64 by the columns that a CTA loads
@@ -50,13 +28,7 @@ struct Sm90RaggedKParams {
   int tiles;                       // of all groups, for a whole cluster
   cutlass::FastDivmod row_tiles;   // of a group, for a whole cluster
   cutlass::FastDivmod tiles_each;  // tiles of a group, for a whole cluster
-  Sm90RaggedKVector alpha_row, alpha_col, bias;
-  float alpha;
-  float const* alpha_groups;  // (num_groups), in place of alpha
-  Activation activation;      // not gated
-  Out const* c;               // (num_groups * m, n)
-  int64_t c_row_stride;       // elements
-  float c_scale;
+  EpilogueArguments epilogue;      // the activation is not gated; C is (num_groups * m, n)
 };
 
 /// Where a tile of one CTA lies.
@@ -91,8 +63,9 @@ struct Sm90RaggedKConfig {
 
   /// A work item: a tile, and what the consumers need for it. The publisher writes each one to shared memory.
   struct alignas(16) WorkItem {
-    float by_row[kRows], by_column[kColumns];  // the factors of its rows and columns
-    float bias[kColumns];                      // not written where the call has no bias
+    // The elements of the vectors for its rows and columns. Addends that the call lacks are not written.
+    float per_row[kNumRowVectors][kRows];
+    float per_column[kNumColumnVectors][kColumns];
     float alpha;
     Sm90RaggedKTile tile;
     int steps;  // of k

@@ -4,7 +4,7 @@
 
 #include "cute/arch/copy_sm90_tma.hpp"
 #include "cutlass/array.h"
-#include "cutlass_evt/epilogue/scaled.hpp"
+#include "cutlass_evt/epilogue/finish.hpp"
 #include "cutlass_evt/kernel/sm90_ragged_k_config.hpp"
 #include "cutlass_evt/load_after_wait.hpp"
 
@@ -17,7 +17,7 @@ class Sm90RaggedKEpilogue {
  public:
   using Out = typename Config::Out;
   using Shared = typename Config::Shared;
-  using Params = Sm90RaggedKParams<Out>;
+  using Params = Sm90RaggedKParams;
   using Tile = Sm90RaggedKTile;
   using WorkItem = typename Config::WorkItem;
 
@@ -30,11 +30,14 @@ class Sm90RaggedKEpilogue {
 
   /// Writes the work item of a tile. All lanes of the publisher call this; each writes a part.
   CUTLASS_DEVICE static void write_item(Params const& p, Tile const& tile, int steps, WorkItem& item) {
-    float const alpha = p.alpha_groups == nullptr ? p.alpha : load_after_wait(p.alpha_groups + tile.group);
-    p.alpha_row.template copy<Config::kRows>(tile.group, tile.row, p.m, 1.0f, item.by_row);
-    p.alpha_col.template copy<Config::kColumns>(tile.group, tile.column, p.n, 1.0f, item.by_column);
-    if (p.bias.data != nullptr) {
-      p.bias.template copy<Config::kColumns>(tile.group, tile.column, p.n, nodes::kNoBias, item.bias);
+    float const alpha = epilogue::alpha_of(p.epilogue, tile.group);
+    CUTLASS_PRAGMA_UNROLL
+    for (int v = 0; v < kNumRowVectors; ++v) {
+      copy(p.epilogue, RowVector(v), tile.group, tile.row, p.m, item.per_row[v]);
+    }
+    CUTLASS_PRAGMA_UNROLL
+    for (int v = 0; v < kNumColumnVectors; ++v) {
+      copy(p.epilogue, ColumnVector(v), tile.group, tile.column, p.n, item.per_column[v]);
     }
     if (threadIdx.x % 32 == 0) {
       item.alpha = alpha;
@@ -47,9 +50,9 @@ class Sm90RaggedKEpilogue {
   /// m64 wgmma.
   template <class Accumulators>
   CUTLASS_DEVICE void store(WorkItem const& item, Accumulators const& accumulators) {
-    // The usual product has none of these terms. It has code of its own, since the instructions of the
-    // epilogue bound products of small k, and those that skip absent terms are among them.
-    if (p_.bias.data == nullptr && p_.activation == Activation::kNone && p_.c == nullptr) {
+    // The usual product has code of its own, since the instructions of the epilogue bound products of small
+    // k, and those that skip absent terms are among them.
+    if (p_.epilogue.has_factors_alone()) {
       store<false>(item, accumulators);
     } else {
       store<true>(item, accumulators);
@@ -70,17 +73,44 @@ class Sm90RaggedKEpilogue {
   /// The warp's first row within a tile.
   CUTLASS_DEVICE int first_row() const { return warp_ * 16; }
 
-  /// kHasTerms: the call may have a bias, an activation or C; it has none otherwise.
+  /// to[i] = element first + i of the vector V of a group, for i < Count. Beyond its `size` elements, and
+  /// where a factor is absent, it is absent(V). All lanes of a warp call this; each copies a part.
+  template <int Count, class V>
+  CUTLASS_DEVICE static void copy(EpilogueArguments const& args, V v, int group, int first, int size,
+                                  float (&to)[Count]) {
+    if (is_addend(v) && !args.has(v)) {
+      return;
+    }
+    EpilogueVector const& vector = args.vector(v);
+    int const lane = static_cast<int>(threadIdx.x % 32);
+    int const present = vector.data == nullptr ? 0 : size - first - lane;
+    float const* const from =
+        vector.data + group * vector.group_stride + (vector.is_vector ? first + lane : 0);
+    int const step = vector.is_vector ? 32 : 0;
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < Count / 32; ++i) {
+      to[lane + i * 32] = i * 32 < present ? load_after_wait(from + i * step) : absent(v);
+    }
+  }
+
+  /// kHasTerms: false if the call has_factors_alone().
   template <bool kHasTerms, class Accumulators>
   CUTLASS_DEVICE void store(WorkItem const& item, Accumulators const& accumulators) {
     Tile const tile = item.tile;
     int const row = tile.row + first_row();
     float const alpha = item.alpha;
-    float const by_row[2] = {item.by_row[first_row() + lane_ / 4], item.by_row[first_row() + lane_ / 4 + 8]};
+    float per_row[kNumRowVectors][2];  // of this lane's two rows
+    CUTLASS_PRAGMA_UNROLL
+    for (int v = 0; v < kNumRowVectors; ++v) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < 2; ++i) {
+        per_row[v][i] = item.per_row[v][first_row() + lane_ / 4 + i * 8];
+      }
+    }
     CUTLASS_PRAGMA_UNROLL
     for (int slice = 0; slice < Config::kSlices; ++slice) {
       float z[kSums];
-      finish<kHasTerms>(item, tile, slice, alpha, by_row, accumulators, z);
+      finish<kHasTerms>(item, tile, slice, alpha, per_row, accumulators, z);
       char* const to = shared_.slots[warp_][slot_];
       if (lane_ == 0) {
         cute::tma_store_wait<Config::kSlots - 1>();  // the last copy from this slot has read it
@@ -113,10 +143,7 @@ class Sm90RaggedKEpilogue {
       uint32_t packed[4];
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < 4; ++i) {
-        cutlass::Array<float, 2> const from{z[2 * i], z[2 * i + 1]};
-        auto const pair =
-            cutlass::NumericArrayConverter<Out, float, 2, nodes::kRoundToNearest>::convert(from);
-        packed[i] = reinterpret_cast<uint32_t const&>(pair);
+        packed[i] = epilogue::cast_two<Out>(z[2 * i], z[2 * i + 1]);
       }
       uint32_t const row = lane / 8 % 2 * 8 + lane % 8;
       uint32_t const piece = (static_cast<uint32_t>(block) + lane / 16) ^ lane % 8;
@@ -136,60 +163,43 @@ class Sm90RaggedKEpilogue {
     }
   }
 
-  /// z = this thread's elements of D in a slice, as fp32. kHasTerms is that of store(). Where it is true, the
-  /// terms that the call lacks are skipped for the whole slice at once.
+  /// z = this thread's elements of D in a slice, as fp32. kHasTerms is that of store().
   template <bool kHasTerms, class Accumulators>
   CUTLASS_DEVICE void finish(WorkItem const& item, Tile const& tile, int slice, float alpha,
-                             float const (&by_row)[2], Accumulators const& accumulators,
+                             float const (&per_row)[kNumRowVectors][2], Accumulators const& accumulators,
                              float (&z)[kSums]) const {
     using Pair = cutlass::AlignedArray<Out, 2>;
-    nodes::multiply_rn<float> const multiply;
-    nodes::add_rn<float> const add;
+    EpilogueArguments const& args = p_.epilogue;
     int const first = slice * Config::kSliceColumns + lane_ % 4 * 2;  // column within the tile
     Pair c[kSums / 2];
-    if (kHasTerms && p_.c != nullptr) {
+    if (kHasTerms && args.c != nullptr) {
       int const row = tile.row + first_row() + lane_ / 4;
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kSums / 2; ++i) {
         int const of_row = row + i % 2 * 8;
         int const column = tile.column + first + i / 2 * 8;
-        Pair const* const at = reinterpret_cast<Pair const*>(
-            p_.c + (int64_t{tile.group} * p_.m + of_row) * p_.c_row_stride + column);
+        Pair const* const at =
+            reinterpret_cast<Pair const*>(static_cast<Out const*>(args.c) +
+                                          (int64_t{tile.group} * p_.m + of_row) * args.c_row_stride + column);
         // A plain load: C may be D, which the read-only path must not see.
         c[i] = of_row < p_.m && column < p_.n ? *at : Pair{};
       }
     }
     CUTLASS_PRAGMA_UNROLL
-    for (int block = 0; block < kBlocks; ++block) {
-      float2 const factors = *reinterpret_cast<float2 const*>(item.by_column + first + block * 8);
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < 4; ++i) {  // the multiplications of nodes::scaled
-        z[block * 4 + i] =
-            multiply(alpha, multiply(i % 2 == 0 ? factors.x : factors.y,
-                                     multiply(by_row[i / 2], accumulators(slice * kSums + block * 4 + i))));
-      }
+    for (int i = 0; i < kSums; ++i) {
+      z[i] = accumulators(slice * kSums + i);
     }
-    if constexpr (!kHasTerms) {
-      return;
-    }
-    if (p_.bias.data != nullptr) {
-      CUTLASS_PRAGMA_UNROLL
-      for (int block = 0; block < kBlocks; ++block) {
-        float2 const biases = *reinterpret_cast<float2 const*>(item.bias + first + block * 8);
-        CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < 4; ++i) {
-          z[block * 4 + i] = add(z[block * 4 + i], i % 2 == 0 ? biases.x : biases.y);
-        }
-      }
-    }
-    if (p_.activation != Activation::kNone) {
-      nodes::activate_all<kSums>(p_.activation, z);
-    }
-    if (p_.c != nullptr) {
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kSums; ++i) {
-        z[i] = add(z[i], multiply(p_.c_scale, static_cast<float>(c[i / 2][i % 2])));
-      }
+    // Of each block of 8 columns a lane has two columns of two rows.
+    auto const row = [&](RowVector v, int i) { return per_row[v][i % 4 / 2]; };
+    auto const column = [&](ColumnVector v, int i) {
+      float2 const pair = *reinterpret_cast<float2 const*>(item.per_column[v] + first + i / 4 * 8);
+      return i % 2 == 0 ? pair.x : pair.y;
+    };
+    if constexpr (kHasTerms) {
+      epilogue::finish<kSums>(args, alpha, z, row, column,
+                              [&](int i) { return static_cast<float>(c[i / 2][i % 2]); });
+    } else {
+      epilogue::scale<kSums>(alpha, z, row, column);
     }
   }
 

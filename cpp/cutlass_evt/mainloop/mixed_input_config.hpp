@@ -8,6 +8,7 @@
 #include "cutlass/bfloat16.h"
 #include "cutlass/float8.h"
 #include "cutlass/half.h"
+#include "cutlass_evt/epilogue/arguments.hpp"
 #include "cutlass_evt/mainloop/nvfp4_fp8_packing.hpp"
 #include "cutlass_evt/mainloop/nvfp4_packing.hpp"
 
@@ -160,7 +161,7 @@ struct MixedInputConfig {
   static constexpr int kStagedResultsBytes = kDirectBuffers * kDirectTokens * 128;  // each warpgroup's
   // Behind them lie the epilogue's vectors: one copy for each warpgroup, or one for all that share rows.
   static constexpr int kVectorColumns = kSharesRows ? 64 * kRowGroups : 64;
-  static constexpr int kVectorBytes = (kTokens + 2 * kVectorColumns) * 4;
+  static constexpr int kVectorBytes = (kTokens * kNumRowVectors + kVectorColumns * kNumColumnVectors) * 4;
   static constexpr int kDirectBytes = kStagedResultsBytes + kVectorBytes;
   static constexpr int kStagedSumsBytes = kConsumerWarps * kSliceTokens * kSliceStride * 4;
   static constexpr int kSliceBytes = kSharesRows ? kStagedSumsBytes + kVectorBytes

@@ -28,21 +28,11 @@ struct PackedOperand {
   int rows;
 };
 
-template <class Out>
 struct PackedParams {
   PackedOperand a;  // (m, k)
   PackedOperand b;  // (n, k)
   int k;
-  cutlass_evt::Vector alpha_row;
-  cutlass_evt::Vector alpha_col;
-  float alpha;
-  float const* bias;
-  cutlass_evt::Activation activation;
-  Out const* c;
-  int64_t c_row_stride;
-  float beta;
-  Out* d;
-  int64_t d_row_stride;
+  cutlass_evt::EpilogueArguments epilogue;
 };
 
 /// 32 codes of one row and their two block scales, as in memory.
@@ -170,8 +160,7 @@ __device__ inline void multiply(float (&acc)[2][kTokenTiles][4], PackedTiles<4> 
 /// The grid has a CTA for each tile of 32 rows of B and 8 * kTokenTiles rows of A; tiles of B vary fastest.
 /// Op is the epilogue.
 template <class Op, int kTokenTiles>
-__global__ void __launch_bounds__(32 * kPackedWarps, kTokenTiles <= 2 ? 2 : 1)
-    packed_gemm(PackedParams<typename Op::ElementOutput> p) {
+__global__ void __launch_bounds__(32 * kPackedWarps, kTokenTiles <= 2 ? 2 : 1) packed_gemm(PackedParams p) {
   int const warp = static_cast<int>(threadIdx.x / 32);
   int const lane = static_cast<int>(threadIdx.x % 32);
   unsigned const tiles_n = static_cast<unsigned>(p.b.rows + kPackedRows - 1) / kPackedRows;
@@ -211,12 +200,17 @@ __global__ void __launch_bounds__(32 * kPackedWarps, kTokenTiles <= 2 ? 2 : 1)
     int const m = m0 + 8 * token_tile + warp;
     int const n = n0 + lane;
     if (m < p.a.rows && n < p.b.rows) {
-      float const row = p.alpha_row.data == nullptr ? 1.0f : p.alpha_row.data[p.alpha_row.is_vector ? m : 0];
-      float const col = p.alpha_col.data == nullptr ? 1.0f : p.alpha_col.data[p.alpha_col.is_vector ? n : 0];
-      float const bias = p.bias == nullptr ? cutlass_evt::nodes::kNoBias : p.bias[n];
-      typename Op::ElementOutput const* const c = p.c == nullptr ? nullptr : p.c + m * p.c_row_stride + n;
-      p.d[m * p.d_row_stride + n] =
-          Op::apply(sum * 16384.0f, row, col, p.alpha, bias, p.activation, c, p.beta);
+      using Out = typename Op::Result;
+      cutlass_evt::EpilogueArguments const& args = p.epilogue;
+      float z[1] = {sum * 16384.0f};
+      Op::template finish<1>(
+          args, args.alpha, z,
+          [&](cutlass_evt::RowVector v, int) { return cutlass_evt::epilogue::element(args, v, 0, m); },
+          [&](cutlass_evt::ColumnVector v, int) { return cutlass_evt::epilogue::element(args, v, 0, n); },
+          [&](int) {
+            return static_cast<float>(static_cast<Out const*>(args.c)[m * args.c_row_stride + n]);
+          });
+      static_cast<Out*>(args.d)[m * args.d_row_stride + n] = cutlass_evt::epilogue::cast<Out>(z[0]);
     }
     __syncthreads();
   }
@@ -237,22 +231,13 @@ struct PackedKernel {
   static size_t workspace_bytes(Problem const&) { return 0; }
 
   static fp4gemm_status_t launch(Problem const& p, void*, fp4gemm_stream_t stream) {
-    PackedParams<Out> params;
+    PackedParams params;
     params.a = {static_cast<uint8_t const*>(p.a), static_cast<uint8_t const*>(p.scale_a),
                 static_cast<int>(p.m)};
     params.b = {static_cast<uint8_t const*>(p.b), static_cast<uint8_t const*>(p.scale_b),
                 static_cast<int>(p.n)};
     params.k = static_cast<int>(p.k);
-    params.alpha_row = {p.alpha_row.data, p.alpha_row.numel != 1};
-    params.alpha_col = {p.alpha_col.data, p.alpha_col.numel != 1};
-    params.alpha = p.alpha;
-    params.bias = p.bias.data;
-    params.activation = kernel_activation(p.activation);
-    params.c = static_cast<Out const*>(p.c);
-    params.c_row_stride = p.c_row_stride;
-    params.beta = p.beta;
-    params.d = static_cast<Out*>(p.d);
-    params.d_row_stride = p.d_row_stride;
+    params.epilogue = p.epilogue;
     int64_t const tiles = (p.m + kTokens - 1) / kTokens * ((p.n + kPackedRows - 1) / kPackedRows);
     if (tiles > INT32_MAX) {
       return fail(FP4GEMM_ERROR_NOT_SUPPORTED, "kernel: %s supports m * n up to %lld, it is %lld", kName.text,

@@ -10,7 +10,6 @@
 #include "cutlass_evt/kernel/sm90_ragged_k.hpp"
 #include "cutlass_evt/tensor_map.hpp"
 #include "error.hpp"
-#include "kernel_activation.hpp"
 #include "launch.hpp"
 
 namespace fp4gemm::sm90 {
@@ -20,7 +19,7 @@ namespace {
 /// parameters of the kernel, and the kernel reads the ends of the groups.
 template <class Config>
 struct RaggedKLaunch {
-  using Params = cutlass_evt::Sm90RaggedKParams<typename Config::Out>;
+  using Params = cutlass_evt::Sm90RaggedKParams;
 
   static constexpr CUtensorMapDataType kOutType =
       std::is_same<typename Config::Out, float>::value             ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
@@ -45,18 +44,19 @@ struct RaggedKLaunch {
                                  static_cast<cuuint64_t>(has_columns ? rows : 1)};
     cuuint64_t const strides[1] = {sizes[0] * 2};
     cuuint32_t const box[2] = {Config::kDepth, static_cast<cuuint32_t>(box_rows)};
-    return encode(map, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 2, has_columns ? data : p.d, sizes, strides, box);
+    return encode(map, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 2, has_columns ? data : p.epilogue.d, sizes, strides,
+                  box);
   }
 
   /// The map of D: (n, m, num_groups), with boxes of one slice.
   static CUresult describe_d(Problem const& p, CUtensorMap* map) {
-    int64_t const row_bytes = p.d_row_stride * static_cast<int64_t>(sizeof(typename Config::Out));
+    int64_t const row_bytes = p.epilogue.d_row_stride * static_cast<int64_t>(sizeof(typename Config::Out));
     cuuint64_t const sizes[3] = {static_cast<cuuint64_t>(p.n), static_cast<cuuint64_t>(p.m),
                                  static_cast<cuuint64_t>(p.num_groups)};
     cuuint64_t const strides[2] = {static_cast<cuuint64_t>(row_bytes),
                                    static_cast<cuuint64_t>(row_bytes * p.m)};
     cuuint32_t const box[3] = {Config::kSliceColumns, 16, 1};
-    return encode(map, kOutType, 3, p.d, sizes, strides, box);
+    return encode(map, kOutType, 3, p.epilogue.d, sizes, strides, box);
   }
 
   /// Launches as many CTAs as run at a time, or one for each tile if these are fewer; a persistent CTA
@@ -93,7 +93,7 @@ struct RaggedKLaunch {
                   "d: the driver refused a tensor map of (%d, %lld, %lld) with rows of %lld elements at %p "
                   "(CUresult %d)",
                   p.num_groups, static_cast<long long>(p.m), static_cast<long long>(p.n),
-                  static_cast<long long>(p.d_row_stride), p.d, static_cast<int>(result));
+                  static_cast<long long>(p.epilogue.d_row_stride), p.epilogue.d, static_cast<int>(result));
     }
     params.m = static_cast<int>(p.m);
     params.n = static_cast<int>(p.n);
@@ -103,18 +103,7 @@ struct RaggedKLaunch {
     params.tiles_each = cutlass::FastDivmod(static_cast<int>(row_tiles * column_tiles));
     params.row_tiles = cutlass::FastDivmod(static_cast<int>(row_tiles));
     params.tiles = params.tiles_each.divisor * p.num_groups;
-    auto const vector = [](fp4gemm_vector_t const& v, bool is_vector) -> cutlass_evt::Sm90RaggedKVector {
-      return {v.data, is_vector, v.group_stride};
-    };
-    params.alpha_row = vector(p.alpha_row, p.alpha_row.numel != 1);
-    params.alpha_col = vector(p.alpha_col, p.alpha_col.numel != 1);
-    params.bias = vector(p.bias, true);
-    params.alpha = p.alpha;
-    params.alpha_groups = p.alpha_groups;
-    params.activation = kernel_activation(p.activation);
-    params.c = static_cast<typename Config::Out const*>(p.c);
-    params.c_row_stride = p.c_row_stride;
-    params.c_scale = p.beta;
+    params.epilogue = p.epilogue;
 
     int64_t const grid = std::min(int64_t{most_ctas}, int64_t{params.tiles} * Config::kCluster);
     auto* const kernel = cutlass_evt::sm90_ragged_k_gemm<Config>;

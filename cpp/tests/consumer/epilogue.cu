@@ -90,9 +90,9 @@ int main() {
   args.mainloop.ptr_A = to_device(a);
   args.mainloop.ptr_B = to_device(b);
   args.epilogue.ptr_D = to_device(d);
-  epilogue.alpha_row = {to_device(row)};
-  epilogue.alpha_col = {to_device(col)};
-  epilogue.bias = to_device(bias);
+  epilogue.per_row[cutlass_evt::kAlphaRow] = {to_device(row)};
+  epilogue.per_column[cutlass_evt::kAlphaCol] = {to_device(col)};
+  epilogue.per_column[cutlass_evt::kBias] = {to_device(bias)};
   args.epilogue.thread = epilogue;
   args.hw_info.sm_count = properties.multiProcessorCount;
   Gemm gemm;
