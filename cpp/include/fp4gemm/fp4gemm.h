@@ -430,7 +430,8 @@ FP4GEMM_API fp4gemm_status_t fp4gemm_unprepack(int num_matrices, int64_t n, int6
                                                fp4gemm_stream_t stream);
 
 /* The same three functions for weights that are multiplied by tokens in e4m3: 4608 bytes for every 64 rows
- * and 128 of k begun; k is a multiple of 64. */
+ * and 128 of k begun (cpp/cutlass_evt/mainloop/nvfp4_fp8_packing.hpp has the layout); k is a multiple of
+ * 64. */
 FP4GEMM_API int64_t fp4gemm_prepacked_fp8_bytes(int64_t n, int64_t k);
 FP4GEMM_API fp4gemm_status_t fp4gemm_prepack_fp8(int num_matrices, int64_t n, int64_t k, const uint8_t* codes,
                                                  const uint8_t* scales, void* packed, int device,
@@ -522,8 +523,9 @@ typedef enum fp4gemm_quantize_a {
 /* A GEMM, dense (num_groups 0) or grouped. */
 typedef struct fp4gemm_gemm_args {
   size_t struct_size;
-  int64_t m, n, k; /* k is a positive multiple of 32; ragged in k: a multiple of 64, which may be 0. Rows of D
-                      are multiples of 16 bytes. m and n may be 0 */
+  int64_t m, n, k; /* k is a positive multiple of 32, and of 64 with A in e4m3 or FP4GEMM_QUANTIZE_A_FP8;
+                      ragged in k: a multiple of 64, which may be 0. Rows of D are multiples of 16 bytes. m
+                      and n may be 0 */
   int num_groups;  /* 0: a dense GEMM, without ragged, offs and alpha_groups */
   fp4gemm_ragged_t ragged;
   const int32_t* offs; /* (num_groups) cumulative ends of the groups, on the device. They must ascend within
@@ -552,13 +554,14 @@ typedef struct fp4gemm_gemm_args {
                           bits, to fp32 sums after at most 256 of k; 1 may keep them there for all of k */
   const char* kernel;  /* the name of a kernel to force, or NULL to let the library select one */
   /* Not NONE: a.data is (m, k) in FP4GEMM_FORMAT_BF16, FP16 or FP32, with a.scales NULL, and the call first
-   * quantizes it as fp4gemm_quantize does with its default options. The bits of D are those of the two calls.
-   * The amax takes the place of alpha_row, which is absent, so alpha is to be 1 / (36 * 448 * e4m3_max of B).
-   * Not for groups that are ragged in k. */
+   * quantizes it as fp4gemm_quantize does with the defaults of its options: FP8 as it fills row.fp8, the
+   * others as it fills row.codes. The bits of D are those of the two calls. The amax takes the place of
+   * alpha_row, which is absent, so alpha is to be 1 / (36 * 448 * e4m3_max of B), with FP8 1 / (448 * 6 *
+   * e4m3_max of B). Not for groups that are ragged in k. */
   fp4gemm_quantize_a_t quantize_a;
   int64_t a_row_stride; /* with quantize_a, in elements: rows start on 16-byte boundaries; 0: k */
-  /* With FP4GEMM_QUANTIZE_A_ROW: NULL, or (m) on the device. Row i of A is then row a_rows[i] of a.data,
-   * which has a_num_rows rows; an index outside of 0..a_num_rows-1 gives a row of zeros. */
+  /* With FP4GEMM_QUANTIZE_A_ROW or _FP8: NULL, or (m) on the device. Row i of A is then row a_rows[i] of
+   * a.data, which has a_num_rows rows; an index outside of 0..a_num_rows-1 gives a row of zeros. */
   const int32_t* a_rows;
   int64_t a_num_rows; /* 0 without a_rows */
 } fp4gemm_gemm_args_t;
