@@ -69,7 +69,6 @@ struct MeasuredFigures;  // figures.hpp
 struct Kernel {
   fp4gemm_kernel_info_t info;
   Operands operands;
-  bool fast_accum;  // of e4m3: the sums stay in the accumulators of the tensor cores
   bool is_grouped;
   bool is_gated;
   MeasuredFigures const* figures;  // measured, for the cost model; null: it derives the time from the tile

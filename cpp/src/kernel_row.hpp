@@ -102,9 +102,8 @@ template <class Impl>
 constexpr Kernel make_row(MeasuredFigures const* figures = nullptr) {
   constexpr KernelTraits const& t = Impl::kTraits;
   return {{Impl::kName.text, t.mode(), t.epilogue, t.arch, t.tile_m, t.tile_n, t.tile_k, t.cluster_m,
-           t.cluster_n, t.out_dtype, t.operand_name(), t.is_swapped},
+           t.cluster_n, t.out_dtype, t.operand_name(), t.is_swapped, t.fast_accum},
           t.operands,
-          t.fast_accum,
           t.is_grouped,
           t.is_gated,
           figures,

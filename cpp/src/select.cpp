@@ -71,7 +71,8 @@ bool suits(Kernel const& kernel, Selection const& wanted) {
   return kernel.info.out_dtype == wanted.out_dtype && kernel.is_gated == wanted.is_gated &&
          kernel.is_grouped == (wanted.num_groups > 0) &&
          accepts(kernel.operands, wanted.format_a, wanted.format_b) &&
-         (wanted.use_fast_accum || !kernel.fast_accum) && !(ragged_k && is_prepacked(kernel.operands));
+         (wanted.use_fast_accum || kernel.info.fast_accum == 0) &&
+         !(ragged_k && is_prepacked(kernel.operands));
 }
 
 int select_kernel(int device_arch, int num_sms, Selection const& asked) {

@@ -27,6 +27,7 @@ class CKernelInfo(ctypes.Structure):
         ("out_dtype", ctypes.c_int),
         ("operand", ctypes.c_char_p),
         ("is_swapped", ctypes.c_int),
+        ("fast_accum", ctypes.c_int),
     ]
 
 

@@ -67,16 +67,12 @@ class KernelInfo:
     # prepacked for FP8 tokens, which are a
     operand: str
     is_swapped: bool  # it multiplies B by A and writes D transposed, which is cheap for few rows of A
+    fast_accum: bool = False  # it keeps sums over k in the accumulators of FP8 tensor cores: use_fast_accum
 
     @property
     def is_gated(self) -> bool:
         """Whether the epilogue makes one column of D from two columns of the product."""
         return self.epilogue == "gated"
-
-    @property
-    def fast_accum(self) -> bool:
-        """Whether it keeps sums over k in the accumulators of FP8 tensor cores, for ``use_fast_accum``."""
-        return f"_{self.operand}_fast_" in self.name
 
     def supports(self, format_a: str, format_b: str, ragged: str = "m") -> bool:
         """Whether the kernel multiplies operands in these formats; ``ragged`` as in :func:`select_kernel`."""
@@ -121,6 +117,7 @@ def _table() -> tuple[KernelInfo, ...]:
                 out_dtype=_OUT_DTYPES[row.out_dtype],
                 operand=_native.text(row.operand),
                 is_swapped=row.is_swapped != 0,
+                fast_accum=row.fast_accum != 0,
             )
         )
     return tuple(rows)

@@ -33,7 +33,7 @@ def table(monkeypatch: pytest.MonkeyPatch) -> None:
     row = KernelInfo(KERNEL, "dense", "rowcol", 90, (128, 128, 64), (2, 1), torch.bfloat16, "fp16", False)
     gated = KernelInfo(GATED, "dense", "gated", 90, (64, 128, 64), (1, 1), torch.bfloat16, "fp16", False)
     fast = KernelInfo(
-        FAST, "dense", "rowcol", 90, (256, 128, 128), (2, 1), torch.bfloat16, "prepacked_fp8", False
+        FAST, "dense", "rowcol", 90, (256, 128, 128), (2, 1), torch.bfloat16, "prepacked_fp8", False, True
     )
     found = {KERNEL: row, GATED: gated, FAST: fast}
     monkeypatch.setattr(kernel_table, "kernel_by_name", found.get)

@@ -201,6 +201,7 @@ class KernelInfo(ctypes.Structure):
         ("out_dtype", c_int),
         ("operand", c_char_p),
         ("is_swapped", c_int),
+        ("fast_accum", c_int),
     ]
 
 

@@ -699,6 +699,8 @@ typedef struct fp4gemm_kernel_info {
                           "prepacked_bf16", bf16; "prepacked_fp8": B prepacked for FP8, A in e4m3.
                           Operands in another form are converted first */
   int is_swapped;      /* it multiplies B by A and writes D transposed: efficient for few rows of A */
+  int fast_accum; /* of "prepacked_fp8": the sums over k stay in the accumulators of the tensor cores, for
+                     use_fast_accum */
 } fp4gemm_kernel_info_t;
 
 /* GEMM kernels in this build; the table's order never changes while a process runs. */
