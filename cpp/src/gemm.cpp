@@ -3,7 +3,7 @@
 #include "device.hpp"
 #include "figures.hpp"
 #include "gemm_args.hpp"
-#include "quantize/quantize.hpp"
+#include "quantize/prepacked_order.hpp"
 #include "registry.hpp"
 #include "select.hpp"
 
@@ -45,12 +45,25 @@ fp4gemm_operand_t const& special_operand(GemmArgs const& args) {
 char const* special_name(GemmArgs const& args) { return &special_operand(args) == &args.a ? "a" : "b"; }
 char const* special_format(GemmArgs const& args) { return kFormatNames[special_operand(args).format]; }
 
+/// The format in which a kernel gets A. An A that the call quantizes becomes e4m3, or NVFP4 for a kernel that
+/// reads NVFP4, or else fp16.
+fp4gemm_format_t format_of_a(GemmArgs const& args, bool reads_nvfp4) {
+  return !quantizes_a(args)         ? args.a.format
+         : quantizes_a_to_fp8(args) ? FP4GEMM_FORMAT_E4M3
+         : reads_nvfp4              ? FP4GEMM_FORMAT_NVFP4
+                                    : FP4GEMM_FORMAT_FP16;
+}
+
+/// The order of B for kernels that read prepacked weights.
+PrepackedOrder const& order_of(Operands operands) {
+  return operands == Operands::kPrepackedFp8 ? kOrderForFp8 : kOrderForFp16;
+}
+
 /// Sets plan->kernel to the one that the cost model selects. Where none suits, the error names the reason
 /// that the caller can change: the output type, the format of an operand, or the device.
 fp4gemm_status_t select_kernel(GemmArgs const& args, int device, Plan* plan) {
   int const arch = plan->device.arch;
-  // An A that the call quantizes is fp16 for kernels that read fp16, and else NVFP4. Where tensor cores read
-  // NVFP4, it is NVFP4 for an NVFP4 B.
+  // Where tensor cores read NVFP4, kernels that read NVFP4 are preferred for an NVFP4 B.
   Architecture const* const served = architecture_of(arch);
   bool const as_nvfp4 = served != nullptr && served->policy->has_fp4 && args.b.format == FP4GEMM_FORMAT_NVFP4;
   Selection wanted{args.m,
@@ -59,19 +72,14 @@ fp4gemm_status_t select_kernel(GemmArgs const& args, int device, Plan* plan) {
                    args.num_groups,
                    args.ragged,
                    args.out_dtype,
-                   args.a.format,
+                   format_of_a(args, as_nvfp4),
                    args.b.format,
                    args.batch_invariant != 0,
                    is_gated(args),
                    args.use_fast_accum != 0};
-  if (quantizes_a_to_fp8(args)) {
-    wanted.format_a = FP4GEMM_FORMAT_E4M3;
-  } else if (quantizes_a(args)) {
-    wanted.format_a = as_nvfp4 ? FP4GEMM_FORMAT_NVFP4 : FP4GEMM_FORMAT_FP16;
-  }
   int index = select_kernel(arch, plan->device.num_sms, wanted);
-  if (index < 0 && quantizes_a(args) && !quantizes_a_to_fp8(args)) {
-    wanted.format_a = FP4GEMM_FORMAT_NVFP4;
+  if (index < 0 && !as_nvfp4) {
+    wanted.format_a = format_of_a(args, /*reads_nvfp4=*/true);
     index = select_kernel(arch, plan->device.num_sms, wanted);
   }
   if (index >= 0) {
@@ -205,12 +213,7 @@ fp4gemm_status_t make_plan(GemmArgs const& args, int device, Plan* plan) {
     return FP4GEMM_SUCCESS;
   }
   Operands const operands = plan->kernel->operands;
-  plan->format_a = args.a.format;
-  if (quantizes_a_to_fp8(args)) {
-    plan->format_a = FP4GEMM_FORMAT_E4M3;
-  } else if (quantizes_a(args)) {
-    plan->format_a = operands == Operands::kNvfp4 ? FP4GEMM_FORMAT_NVFP4 : FP4GEMM_FORMAT_FP16;
-  }
+  plan->format_a = format_of_a(args, operands == Operands::kNvfp4);
   if (!accepts(operands, plan->format_a, args.b.format)) {
     return fail(FP4GEMM_ERROR_NOT_SUPPORTED, "kernel: %s reads %s operands, a is %s and b %s",
                 plan->kernel->info.name, plan->kernel->info.operand, kFormatNames[plan->format_a],
@@ -231,8 +234,7 @@ fp4gemm_status_t make_plan(GemmArgs const& args, int device, Plan* plan) {
   if (plan->decode_b) {
     plan->kernel_offset += decoded_bytes(num_b(args) * args.n, args.k);
   } else if (plan->prepack_b) {
-    int64_t const bytes = operands == Operands::kPrepackedFp8 ? fp4gemm_prepacked_fp8_bytes(args.n, args.k)
-                                                              : fp4gemm_prepacked_bytes(args.n, args.k);
+    int64_t const bytes = order_of(operands).bytes(args.n, args.k);
     plan->kernel_offset += round_up(num_b(args) * bytes, Rules::kWorkspaceBytes);
   }
   plan->total_bytes =
@@ -292,10 +294,9 @@ fp4gemm_status_t convert_operands(GemmArgs const& args, Plan const& plan, char* 
     FP4GEMM_TRY(launch_decode(a, b, args.k, plan.device, stream));
   }
   if (plan.prepack_b) {
-    auto* const prepack =
-        plan.kernel->operands == Operands::kPrepackedFp8 ? launch_prepack_fp8 : launch_prepack;
-    return prepack(static_cast<int>(num_b(args)), args.n, args.k, args.b.data, args.b.scales,
-                   workspace + plan.b_offset, stream);
+    return order_of(plan.kernel->operands)
+        .prepack(static_cast<int>(num_b(args)), args.n, args.k, args.b.data, args.b.scales,
+                 workspace + plan.b_offset, stream);
   }
   return FP4GEMM_SUCCESS;
 }

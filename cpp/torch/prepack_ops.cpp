@@ -1,5 +1,6 @@
 // The prepack and unprepack operators on CUDA: check tensors, allocate, call the C interface.
 #include "gemm_call.hpp"
+#include "quantize_call.hpp"
 #include "quantize_ops.hpp"
 #include "tensors.hpp"
 
@@ -33,7 +34,7 @@ std::tuple<Tensor, Tensor> unprepack(Tensor const& packed, int64_t n, int64_t k)
   bool const fp8 = is_in_order_of_fp8(packed);
   check_contiguous("packed", packed, fp8 ? ScalarType::Char : ScalarType::Byte, device);
   STD_TORCH_CHECK(n >= 0 && n <= INT32_MAX, "n: is ", n, ", must be between 0 and ", INT32_MAX);
-  int64_t const step = fp8 ? 64 : 16;
+  int64_t const step = fp8 ? kFp8Step : 16;
   STD_TORCH_CHECK(k > 0 && k % step == 0 && k <= INT32_MAX, "k: is ", k, ", must be a positive multiple of ",
                   step, " up to ", INT32_MAX);
   bool const is_stack = packed.dim() == 2;

@@ -5,7 +5,7 @@
 #include "architecture.hpp"
 #include "check.hpp"
 #include "quantize/on_device.hpp"
-#include "quantize/quantize.hpp"
+#include "quantize/prepacked_order.hpp"
 #include "quantize/stacks.hpp"
 
 namespace fp4gemm {
@@ -314,19 +314,9 @@ fp4gemm_status_t decode(DecodeJob const& job, int64_t k, int device, fp4gemm_str
   return on_device(device, [&](auto const& gpu) { return launch_decode(job, {}, k, gpu, stream); });
 }
 
-/// An order of prepacked weights: what k is a multiple of, the bytes of a weight, and the launches.
-struct Order {
-  int k_step;
-  int64_t (*bytes)(int64_t n, int64_t k);
-  decltype(&launch_prepack) prepack;
-  decltype(&launch_unprepack) unprepack;
-};
-constexpr Order kForFp16{Rules::kQuantizeK, fp4gemm_prepacked_bytes, launch_prepack, launch_unprepack};
-constexpr Order kForFp8{Rules::kFp8K, fp4gemm_prepacked_fp8_bytes, launch_prepack_fp8, launch_unprepack_fp8};
-
 /// Checks the arguments of prepack and its inverse. Buffer sizes are those of one matrix.
-fp4gemm_status_t check_pack(Order const& order, int num_matrices, int64_t n, int64_t k, void const* codes,
-                            void const* scales, void const* packed) {
+fp4gemm_status_t check_pack(PrepackedOrder const& order, int num_matrices, int64_t n, int64_t k,
+                            void const* codes, void const* scales, void const* packed) {
   FP4GEMM_TRY(check_size("num_matrices", num_matrices, 1, 1));
   FP4GEMM_TRY(check_size("n", n, 0, 1));
   FP4GEMM_TRY(check_size("k", k, order.k_step, order.k_step, Rules::kMaxK));
@@ -338,8 +328,9 @@ fp4gemm_status_t check_pack(Order const& order, int num_matrices, int64_t n, int
   return check_buffer("packed", packed, order.bytes(n, k));
 }
 
-fp4gemm_status_t prepack(Order const& order, int num_matrices, int64_t n, int64_t k, uint8_t const* codes,
-                         uint8_t const* scales, void* packed, int device, fp4gemm_stream_t stream) {
+fp4gemm_status_t prepack(PrepackedOrder const& order, int num_matrices, int64_t n, int64_t k,
+                         uint8_t const* codes, uint8_t const* scales, void* packed, int device,
+                         fp4gemm_stream_t stream) {
   FP4GEMM_TRY(check_pack(order, num_matrices, n, k, codes, scales, packed));
   return on_device(device, [&](DeviceProperties const&) {
     FP4GEMM_TRY(order.prepack(num_matrices, n, k, codes, scales, packed, stream));
@@ -349,8 +340,9 @@ fp4gemm_status_t prepack(Order const& order, int num_matrices, int64_t n, int64_
   });
 }
 
-fp4gemm_status_t unprepack(Order const& order, int num_matrices, int64_t n, int64_t k, void const* packed,
-                           uint8_t* codes, uint8_t* scales, int device, fp4gemm_stream_t stream) {
+fp4gemm_status_t unprepack(PrepackedOrder const& order, int num_matrices, int64_t n, int64_t k,
+                           void const* packed, uint8_t* codes, uint8_t* scales, int device,
+                           fp4gemm_stream_t stream) {
   FP4GEMM_TRY(check_pack(order, num_matrices, n, k, codes, scales, packed));
   return on_device(device, [&](DeviceProperties const&) {
     return order.unprepack(num_matrices, n, k, packed, codes, scales, stream);
@@ -422,12 +414,13 @@ int64_t fp4gemm_prepacked_bytes(int64_t n, int64_t k) {
 
 fp4gemm_status_t fp4gemm_prepack(int num_matrices, int64_t n, int64_t k, uint8_t const* codes,
                                  uint8_t const* scales, void* packed, int device, fp4gemm_stream_t stream) {
-  return fp4gemm::prepack(fp4gemm::kForFp16, num_matrices, n, k, codes, scales, packed, device, stream);
+  return fp4gemm::prepack(fp4gemm::kOrderForFp16, num_matrices, n, k, codes, scales, packed, device, stream);
 }
 
 fp4gemm_status_t fp4gemm_unprepack(int num_matrices, int64_t n, int64_t k, void const* packed, uint8_t* codes,
                                    uint8_t* scales, int device, fp4gemm_stream_t stream) {
-  return fp4gemm::unprepack(fp4gemm::kForFp16, num_matrices, n, k, packed, codes, scales, device, stream);
+  return fp4gemm::unprepack(fp4gemm::kOrderForFp16, num_matrices, n, k, packed, codes, scales, device,
+                            stream);
 }
 
 int64_t fp4gemm_prepacked_fp8_bytes(int64_t n, int64_t k) {
@@ -438,12 +431,12 @@ int64_t fp4gemm_prepacked_fp8_bytes(int64_t n, int64_t k) {
 fp4gemm_status_t fp4gemm_prepack_fp8(int num_matrices, int64_t n, int64_t k, uint8_t const* codes,
                                      uint8_t const* scales, void* packed, int device,
                                      fp4gemm_stream_t stream) {
-  return fp4gemm::prepack(fp4gemm::kForFp8, num_matrices, n, k, codes, scales, packed, device, stream);
+  return fp4gemm::prepack(fp4gemm::kOrderForFp8, num_matrices, n, k, codes, scales, packed, device, stream);
 }
 
 fp4gemm_status_t fp4gemm_unprepack_fp8(int num_matrices, int64_t n, int64_t k, void const* packed,
                                        uint8_t* codes, uint8_t* scales, int device, fp4gemm_stream_t stream) {
-  return fp4gemm::unprepack(fp4gemm::kForFp8, num_matrices, n, k, packed, codes, scales, device, stream);
+  return fp4gemm::unprepack(fp4gemm::kOrderForFp8, num_matrices, n, k, packed, codes, scales, device, stream);
 }
 
 }  // extern "C"
