@@ -28,117 +28,106 @@ namespace fp4gemm::sm90 {
 // n and k from 2048 to 28672: there the selected kernel needs on average 1.6 % more time than the fastest. On
 // an H100, which has the same SMs and less bandwidth, the figures before that fit were within 2 %.
 
-struct Tile8x64x384 {
-  using Element = cutlass::half_t;  // of the tokens, and of the decoded weights
+/// What most tiles have; one that differs says so. Element is the type of the tokens, and of the decoded
+/// weights.
+template <class Element_>
+struct OneCta {
+  using Element = Element_;
+  static constexpr int kDepthGroups = 1, kCluster = 1, kCtasPerSm = 1;
+};
+
+struct Tile8x64x384 : OneCta<cutlass::half_t> {
   static constexpr int kTokens = 8, kRows = 64, kDepth = 384;
-  static constexpr int kDepthGroups = 2, kCluster = 1, kCtasPerSm = 3;
+  static constexpr int kDepthGroups = 2, kCtasPerSm = 3;
   static constexpr double kFixedUs = 2.5, kChunkUs = 0.090, kSplitUs = 0.7, kTileUs = 0.8;
   static constexpr double kSharedChunkUs = 0.212;
 };
 
-struct Tile8x64x512 {
-  using Element = cutlass::half_t;
+struct Tile8x64x512 : OneCta<cutlass::half_t> {
   static constexpr int kTokens = 8, kRows = 64, kDepth = 512;
-  static constexpr int kDepthGroups = 2, kCluster = 1, kCtasPerSm = 2;
+  static constexpr int kDepthGroups = 2, kCtasPerSm = 2;
   static constexpr double kFixedUs = 1.6, kChunkUs = 0.088, kSplitUs = 1.4, kTileUs = 0.9;
   static constexpr double kSharedChunkUs = 0.139;
 };
 
-struct Tile8x64x1024 {
-  using Element = cutlass::half_t;
+struct Tile8x64x1024 : OneCta<cutlass::half_t> {
   static constexpr int kTokens = 8, kRows = 64, kDepth = 1024;
-  static constexpr int kDepthGroups = 4, kCluster = 1, kCtasPerSm = 1;
+  static constexpr int kDepthGroups = 4;
   static constexpr double kFixedUs = 2.6, kChunkUs = 0.066, kSplitUs = 1.5, kTileUs = 1.25;
 };
 
-struct Tile16x64x256 {
-  using Element = cutlass::half_t;
+struct Tile16x64x256 : OneCta<cutlass::half_t> {
   static constexpr int kTokens = 16, kRows = 64, kDepth = 256;
-  static constexpr int kDepthGroups = 2, kCluster = 1, kCtasPerSm = 2;
+  static constexpr int kDepthGroups = 2, kCtasPerSm = 2;
   static constexpr double kFixedUs = 2.0, kChunkUs = 0.092, kSplitUs = 1.3, kTileUs = 0.5;
   static constexpr double kSharedChunkUs = 0.188;
 };
 
-struct Tile16x64x512 {
-  using Element = cutlass::half_t;
+struct Tile16x64x512 : OneCta<cutlass::half_t> {
   static constexpr int kTokens = 16, kRows = 64, kDepth = 512;
-  static constexpr int kDepthGroups = 4, kCluster = 1, kCtasPerSm = 1;
+  static constexpr int kDepthGroups = 4;
   static constexpr double kFixedUs = 2.0, kChunkUs = 0.081, kSplitUs = 2.0, kTileUs = 1.5;
 };
 
-struct Tile16x128x256 {
-  using Element = cutlass::half_t;
+struct Tile16x128x256 : OneCta<cutlass::half_t> {
   static constexpr int kTokens = 16, kRows = 128, kDepth = 256;
-  static constexpr int kDepthGroups = 2, kCluster = 1, kCtasPerSm = 1;
+  static constexpr int kDepthGroups = 2;
   static constexpr double kFixedUs = 2.9, kChunkUs = 0.172, kSplitUs = 1.0, kTileUs = 0.9;
 };
 
-struct Tile32x64x256 {
-  using Element = cutlass::half_t;
+struct Tile32x64x256 : OneCta<cutlass::half_t> {
   static constexpr int kTokens = 32, kRows = 64, kDepth = 256;
-  static constexpr int kDepthGroups = 4, kCluster = 1, kCtasPerSm = 1;
+  static constexpr int kDepthGroups = 4;
   static constexpr double kFixedUs = 2.1, kChunkUs = 0.107, kSplitUs = 2.0, kTileUs = 1.35;
 };
 
-struct Tile32x128x128 {
-  using Element = cutlass::half_t;
+struct Tile32x128x128 : OneCta<cutlass::half_t> {
   static constexpr int kTokens = 32, kRows = 128, kDepth = 128;
-  static constexpr int kDepthGroups = 1, kCluster = 1, kCtasPerSm = 2;
+  static constexpr int kCtasPerSm = 2;
   static constexpr double kFixedUs = 1.6, kChunkUs = 0.265, kSplitUs = 2.2, kTileUs = 0.9;
   static constexpr double kSharedChunkUs = 0.386;
   static constexpr SmallTile kSmall[] = {{16, 0.246}};
 };
 
-struct Tile32x128x256 {
-  using Element = cutlass::half_t;
+struct Tile32x128x256 : OneCta<cutlass::half_t> {
   static constexpr int kTokens = 32, kRows = 128, kDepth = 256;
-  static constexpr int kDepthGroups = 2, kCluster = 1, kCtasPerSm = 1;
+  static constexpr int kDepthGroups = 2;
   static constexpr double kFixedUs = 3.2, kChunkUs = 0.190, kSplitUs = 2.5, kTileUs = 1.0;
   static constexpr SmallTile kSmall[] = {{16, 0.163}};
 };
 
-struct Tile64x128x256 {
-  using Element = cutlass::half_t;
+struct Tile64x128x256 : OneCta<cutlass::half_t> {
   static constexpr int kTokens = 64, kRows = 128, kDepth = 256;
-  static constexpr int kDepthGroups = 1, kCluster = 1, kCtasPerSm = 1;
   static constexpr double kFixedUs = 3.5, kChunkUs = 0.235, kSplitUs = 1.8, kTileUs = 1.4;
 };
 
 // For experts with about 64 tokens, of which many have a few more. The figures of this tile were set by hand,
 // above a fit to products of (8192, 8192) and (4096, 4096) weights and of 128 experts (1536, 2048) and (2048,
 // 1536) on an H200, 2026-11-23; bench/notes/hopper_tried.md says why.
-struct Tile80x192x128 {
-  using Element = cutlass::half_t;
+struct Tile80x192x128 : OneCta<cutlass::half_t> {
   static constexpr int kTokens = 80, kRows = 192, kDepth = 128;
-  static constexpr int kDepthGroups = 1, kCluster = 1, kCtasPerSm = 1;
   static constexpr double kFixedUs = 3.5, kChunkUs = 0.400, kSplitUs = 3.4, kTileUs = 2.0;
 };
 
-struct Tile96x128x128 {
-  using Element = cutlass::half_t;
+struct Tile96x128x128 : OneCta<cutlass::half_t> {
   static constexpr int kTokens = 96, kRows = 128, kDepth = 128;
-  static constexpr int kDepthGroups = 1, kCluster = 1, kCtasPerSm = 1;
   static constexpr double kFixedUs = 3.5, kChunkUs = 0.285, kSplitUs = 3.6, kTileUs = 2.0;
 };
 
-struct Tile128x128x128 {
-  using Element = cutlass::half_t;
+struct Tile128x128x128 : OneCta<cutlass::half_t> {
   static constexpr int kTokens = 128, kRows = 128, kDepth = 128;
-  static constexpr int kDepthGroups = 1, kCluster = 2, kCtasPerSm = 1;
+  static constexpr int kCluster = 2;
   static constexpr double kFixedUs = 5.2, kChunkUs = 0.345, kSplitUs = 2.9, kTileUs = 3.3;
 };
 
-struct Tile128x192x128 {
-  using Element = cutlass::half_t;
+struct Tile128x192x128 : OneCta<cutlass::half_t> {
   static constexpr int kTokens = 128, kRows = 192, kDepth = 128;
-  static constexpr int kDepthGroups = 1, kCluster = 1, kCtasPerSm = 1;
   static constexpr double kFixedUs = 2.5, kChunkUs = 0.560, kSplitUs = 5.0, kTileUs = 4.0;
 };
 
-struct Tile256x128x64 {
-  using Element = cutlass::half_t;
+struct Tile256x128x64 : OneCta<cutlass::half_t> {
   static constexpr int kTokens = 256, kRows = 128, kDepth = 64;
-  static constexpr int kDepthGroups = 1, kCluster = 2, kCtasPerSm = 1;
+  static constexpr int kCluster = 2;
   static constexpr double kFixedUs = 6.3, kChunkUs = 0.612, kSplitUs = 4.5, kTileUs = 4.5;
   static constexpr SmallTile kSmall[] = {{64, 0.36}, {128, 0.43}};
 };

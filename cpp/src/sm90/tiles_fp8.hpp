@@ -14,107 +14,86 @@
 
 namespace fp4gemm::sm90 {
 
-struct Fp8Tile16x64x256 {
-  using Element = cutlass::float_e4m3_t;
+struct Fp8Tile16x64x256 : OneCta<cutlass::float_e4m3_t> {
   static constexpr int kTokens = 16, kRows = 64, kDepth = 256;
-  static constexpr int kDepthGroups = 2, kCluster = 1, kCtasPerSm = 2;
+  static constexpr int kDepthGroups = 2, kCtasPerSm = 2;
   static constexpr int kPartTokens = 16;
   static constexpr double kFixedUs = 2.1, kChunkUs = 0.082, kSplitUs = 0.7, kTileUs = 1.0;
   static constexpr double kSharedChunkUs = 0.134;
 };
 
-struct Fp8Tile16x64x512 {
-  using Element = cutlass::float_e4m3_t;
+struct Fp8Tile16x64x512 : OneCta<cutlass::float_e4m3_t> {
   static constexpr int kTokens = 16, kRows = 64, kDepth = 512;
-  static constexpr int kDepthGroups = 4, kCluster = 1, kCtasPerSm = 1;
+  static constexpr int kDepthGroups = 4;
   static constexpr int kPartTokens = 16;
   static constexpr double kFixedUs = 2.8, kChunkUs = 0.067, kSplitUs = 1.7, kTileUs = 1.4;
 };
 
-struct Fp8Tile32x64x256 {
-  using Element = cutlass::float_e4m3_t;
+struct Fp8Tile32x64x256 : OneCta<cutlass::float_e4m3_t> {
   static constexpr int kTokens = 32, kRows = 64, kDepth = 256;
-  static constexpr int kDepthGroups = 2, kCluster = 1, kCtasPerSm = 1;
+  static constexpr int kDepthGroups = 2;
   static constexpr int kPartTokens = 32;
   static constexpr double kFixedUs = 2.2, kChunkUs = 0.086, kSplitUs = 1.7, kTileUs = 0.9;
 };
 
-struct Fp8Tile32x128x128 {
-  using Element = cutlass::float_e4m3_t;
+struct Fp8Tile32x128x128 : OneCta<cutlass::float_e4m3_t> {
   static constexpr int kTokens = 32, kRows = 128, kDepth = 128;
-  static constexpr int kDepthGroups = 1, kCluster = 1, kCtasPerSm = 1;
   static constexpr int kPartTokens = 32;
   static constexpr double kFixedUs = 2.3, kChunkUs = 0.169, kSplitUs = 2.3, kTileUs = 0.9;
   static constexpr SmallTile kSmall[] = {{16, 0.16}};
 };
 
-struct Fp8Tile64x64x256 {
-  using Element = cutlass::float_e4m3_t;
+struct Fp8Tile64x64x256 : OneCta<cutlass::float_e4m3_t> {
   static constexpr int kTokens = 64, kRows = 64, kDepth = 256;
-  static constexpr int kDepthGroups = 2, kCluster = 1, kCtasPerSm = 1;
+  static constexpr int kDepthGroups = 2;
   static constexpr int kPartTokens = 64;
   static constexpr double kFixedUs = 2.1, kChunkUs = 0.12, kSplitUs = 2.5, kTileUs = 1.1;
 };
 
-struct Fp8Tile64x128x128 {
-  using Element = cutlass::float_e4m3_t;
+struct Fp8Tile64x128x128 : OneCta<cutlass::float_e4m3_t> {
   static constexpr int kTokens = 64, kRows = 128, kDepth = 128;
-  static constexpr int kDepthGroups = 1, kCluster = 1, kCtasPerSm = 1;
   static constexpr int kPartTokens = 64;
   static constexpr double kFixedUs = 2.5, kChunkUs = 0.21, kSplitUs = 3.2, kTileUs = 1.2;
 };
 
 // For experts with about 64 tokens, of which many have a few more: 4 to 9 % faster there than other tiles.
-struct Fp8Tile96x128x128 {
-  using Element = cutlass::float_e4m3_t;
+struct Fp8Tile96x128x128 : OneCta<cutlass::float_e4m3_t> {
   static constexpr int kTokens = 96, kRows = 128, kDepth = 128;
-  static constexpr int kDepthGroups = 1, kCluster = 1, kCtasPerSm = 1;
   static constexpr int kPartTokens = 96;
   static constexpr double kFixedUs = 2.1, kChunkUs = 0.273, kSplitUs = 3.6, kTileUs = 0.8;
 };
 
-struct Fp8Tile128x128x128 {
-  using Element = cutlass::float_e4m3_t;
+struct Fp8Tile128x128x128 : OneCta<cutlass::float_e4m3_t> {
   static constexpr int kTokens = 128, kRows = 128, kDepth = 128;
-  static constexpr int kDepthGroups = 1, kCluster = 1, kCtasPerSm = 1;
   static constexpr int kPartTokens = 128;
   static constexpr double kFixedUs = 1.8, kChunkUs = 0.296, kSplitUs = 4.8, kTileUs = 1.0;
 };
 
-struct Fp8Tile256x128x128 {
-  using Element = cutlass::float_e4m3_t;
+struct Fp8Tile256x128x128 : OneCta<cutlass::float_e4m3_t> {
   static constexpr int kTokens = 256, kRows = 128, kDepth = 128;
-  static constexpr int kDepthGroups = 1, kCluster = 1, kCtasPerSm = 1;
   static constexpr int kPartTokens = 64;
   static constexpr double kFixedUs = 2.5, kChunkUs = 0.479, kSplitUs = 7.6, kTileUs = 2.5;
   static constexpr SmallTile kSmall[] = {{64, 0.229}, {128, 0.302}};
 };
 
-struct Fp8Fast64x64x256 {
-  using Element = cutlass::float_e4m3_t;
+struct Fp8Fast64x64x256 : OneCta<cutlass::float_e4m3_t> {
   static constexpr int kTokens = 64, kRows = 64, kDepth = 256;
-  static constexpr int kDepthGroups = 2, kCluster = 1, kCtasPerSm = 1;
+  static constexpr int kDepthGroups = 2;
   static constexpr double kFixedUs = 2.2, kChunkUs = 0.11, kSplitUs = 2.5, kTileUs = 1.1;
 };
 
-struct Fp8Fast64x128x256 {
-  using Element = cutlass::float_e4m3_t;
+struct Fp8Fast64x128x256 : OneCta<cutlass::float_e4m3_t> {
   static constexpr int kTokens = 64, kRows = 128, kDepth = 256;
-  static constexpr int kDepthGroups = 1, kCluster = 1, kCtasPerSm = 1;
   static constexpr double kFixedUs = 2.7, kChunkUs = 0.171, kSplitUs = 2.8, kTileUs = 1.3;
 };
 
-struct Fp8Fast128x128x128 {
-  using Element = cutlass::float_e4m3_t;
+struct Fp8Fast128x128x128 : OneCta<cutlass::float_e4m3_t> {
   static constexpr int kTokens = 128, kRows = 128, kDepth = 128;
-  static constexpr int kDepthGroups = 1, kCluster = 1, kCtasPerSm = 1;
   static constexpr double kFixedUs = 1.9, kChunkUs = 0.255, kSplitUs = 5.4, kTileUs = 1.3;
 };
 
-struct Fp8Fast256x128x128 {
-  using Element = cutlass::float_e4m3_t;
+struct Fp8Fast256x128x128 : OneCta<cutlass::float_e4m3_t> {
   static constexpr int kTokens = 256, kRows = 128, kDepth = 128;
-  static constexpr int kDepthGroups = 1, kCluster = 1, kCtasPerSm = 1;
   static constexpr double kFixedUs = 2.2, kChunkUs = 0.397, kSplitUs = 7.4, kTileUs = 1.9;
   static constexpr SmallTile kSmall[] = {{64, 0.243}, {128, 0.289}};
 };
