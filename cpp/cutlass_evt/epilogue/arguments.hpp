@@ -17,9 +17,9 @@ struct EpilogueVector {
   int64_t group_stride = 0;     // elements from the vector of a group to that of the next
   bool is_vector = true;        // false: one number
 
-  /// The address of element i of a group's vector; null where the vector is absent.
+  /// The address of element i of a group's vector, which must not be absent.
   constexpr float const* at(int group, int64_t i) const {
-    return data == nullptr ? nullptr : data + group * group_stride + (is_vector ? i : 0);
+    return data + group * group_stride + (is_vector ? i : 0);
   }
 };
 

@@ -100,8 +100,7 @@ struct ColumnsEpilogue {
       for (int i = 0; i < kColumns; ++i) {
         CUTLASS_PRAGMA_UNROLL
         for (int v = 0; v < kNumColumnVectors; ++v) {
-          per_column_[v][i] =
-              i < valid_ ? element(args, ColumnVector(v), group, column + i) : absent(ColumnVector(v));
+          per_column_[v][i] = element(args, ColumnVector(v), group, column + i, i < valid_);
         }
       }
       alpha_ = alpha(args, group);
@@ -145,9 +144,11 @@ struct ColumnsEpilogue {
         }
         return;
       }
-      CUTLASS_PRAGMA_UNROLL
-      for (int r = 0; r < Rows; ++r) {
-        activate<kColumns>(args, z[r]);
+      if (args.activation != Activation::kNone) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int r = 0; r < Rows; ++r) {
+          activate<kColumns>(args, z[r]);
+        }
       }
       CUTLASS_PRAGMA_UNROLL
       for (int r = 0; r < Rows; ++r) {

@@ -41,11 +41,12 @@ CUTLASS_HOST_DEVICE float alpha_of(EpilogueArguments const& args, int group) {
   return args.alpha_groups == nullptr ? args.alpha : load(args.alpha_groups + group);
 }
 
-/// Element i of a vector, a RowVector or a ColumnVector, from memory.
+/// Element i of a vector, a RowVector or a ColumnVector, from memory; absent(v) if the vector or the element
+/// is not there.
 template <class V>
-CUTLASS_HOST_DEVICE float element(EpilogueArguments const& args, V v, int group, int64_t i) {
-  float const* const from = args.vector(v).at(group, i);
-  return from == nullptr ? absent(v) : load(from);
+CUTLASS_HOST_DEVICE float element(EpilogueArguments const& args, V v, int group, int64_t i,
+                                  bool present = true) {
+  return present && args.has(v) ? load(args.vector(v).at(group, i)) : absent(v);
 }
 
 /// z[i] = the product of z[i] with all factors.
@@ -74,26 +75,23 @@ CUTLASS_HOST_DEVICE void scale_and_add(EpilogueArguments const& args, float alph
   }
 }
 
-/// z[i] = act(z[i]), or for a gated activation z[j] = act(z[2j], z[2j + 1]) for j < N / 2.
+/// z[i] = act(z[i]), or for a gated activation z[j] = act(z[2j], z[2j + 1]) for j < N / 2. Only for calls
+/// with an activation.
 template <int N, class Z>
 CUTLASS_HOST_DEVICE void activate(EpilogueArguments const& args, Z&& z) {
-  if (args.activation != Activation::kNone) {
-    if (is_gated(args.activation)) {
-      nodes::activate_pairs<N>(args.activation, z);
-    } else {
-      nodes::activate_all<N>(args.activation, z);
-    }
+  if (is_gated(args.activation)) {
+    nodes::activate_pairs<N>(args.activation, z);
+  } else {
+    nodes::activate_all<N>(args.activation, z);
   }
 }
 
-/// z[i] += beta * C, where the call has C.
+/// z[i] += beta * C. Only for calls with C.
 template <int N, class Z, class Source>
 CUTLASS_HOST_DEVICE void add_source(EpilogueArguments const& args, Z&& z, Source const& source) {
-  if (args.c != nullptr) {
-    CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < N; ++i) {
-      z[i] = nodes::add_rn<float>{}(z[i], nodes::multiply_rn<float>{}(args.beta, source(i)));
-    }
+  CUTLASS_PRAGMA_UNROLL
+  for (int i = 0; i < N; ++i) {
+    z[i] = nodes::add_rn<float>{}(z[i], nodes::multiply_rn<float>{}(args.beta, source(i)));
   }
 }
 
@@ -105,7 +103,9 @@ CUTLASS_HOST_DEVICE void finish(EpilogueArguments const& args, float alpha, Z&& 
   if (args.activation != Activation::kNone) {
     nodes::activate_all<N>(args.activation, z);
   }
-  add_source<N>(args, z, source);
+  if (args.c != nullptr) {
+    add_source<N>(args, z, source);
+  }
 }
 
 /// The whole formula but for the cast, for a gated activation: N / 2 results of N columns.

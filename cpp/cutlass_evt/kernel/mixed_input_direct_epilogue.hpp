@@ -106,10 +106,10 @@ struct MixedInputDirectEpilogue {
       for (int i = 0; i < kSliceTokens / 2; ++i) {
         z[i] *= kScale;
       }
-      // Of each block of 8 tokens a thread has two, in two columns.
+      float2 rows[kNumRowVectors][kSliceTokens / 8];
+      get_rows(vectors, slice * kSliceTokens, lane, rows);
       columns.template finish<kSliceTokens / 2>(
-          args, kHasC, z,
-          [&](RowVector v, int i) { return of_token(vectors, v, slice * kSliceTokens + i / 4 * 8, lane, i); },
+          args, kHasC, z, [&](RowVector v, int i) { return of_token(rows[v][i / 4], i); },
           [&](int i) -> uint32_t& { return packed[i / 2][i % 2]; });
       CUTLASS_PRAGMA_UNROLL
       for (int block = 0; block < kSliceTokens / 8; block += 2) {
@@ -197,18 +197,20 @@ struct MixedInputDirectEpilogue {
       for (int block = 0; block < kSliceTokens / 8; block += 2) {
         float pairs[8];  // gate and up of this lane's column of D, for four tokens
         CUTLASS_PRAGMA_UNROLL
-        for (int token = 0; token < 4; ++token) {
-          // Of each block of 8 tokens a thread has two, in two columns.
-          float const* const sum = sums + (block + token / 2) * 4 + token % 2;
-          int const first = slice * kSliceTokens + (block + token / 2) * 8;
-          float z[2] = {sum[0] * kScale, sum[2] * kScale};
-          epilogue::scale_and_add<2, /*kSkipsAbsent=*/false>(
-              args, columns.alpha, z,
-              [&](RowVector v, int) { return of_token(vectors, v, first, lane, token); },
-              [&](ColumnVector v, int i) { return columns.per_column[v][i]; });
-          float const other = __shfl_xor_sync(0xFFFFFFFFu, has_up ? z[0] : z[1], 4);
-          pairs[token * 2] = has_up ? other : z[0];
-          pairs[token * 2 + 1] = has_up ? z[1] : other;
+        for (int half = 0; half < 2; ++half) {
+          float2 rows[kNumRowVectors][1];
+          get_rows(vectors, slice * kSliceTokens + (block + half) * 8, lane, rows);
+          CUTLASS_PRAGMA_UNROLL
+          for (int v = 0; v < 2; ++v) {
+            float const* const sum = sums + (block + half) * 4 + v;
+            float z[2] = {sum[0] * kScale, sum[2] * kScale};
+            epilogue::scale_and_add<2, /*kSkipsAbsent=*/false>(
+                args, columns.alpha, z, [&](RowVector vector, int) { return of_token(rows[vector][0], v); },
+                [&](ColumnVector vector, int i) { return columns.per_column[vector][i]; });
+            float const other = __shfl_xor_sync(0xFFFFFFFFu, has_up ? z[0] : z[1], 4);
+            pairs[half * 4 + v * 2] = has_up ? other : z[0];
+            pairs[half * 4 + v * 2 + 1] = has_up ? z[1] : other;
+          }
         }
         uint32_t packed[2];
         columns.template finish_pairs<Formula>(args, pairs, packed);
@@ -241,11 +243,22 @@ struct MixedInputDirectEpilogue {
     CUTLASS_DEVICE float& operator[](int i) const { return accumulators[first + i]; }
   };
 
-  /// The element of a vector for sum i of a lane's four sums in a block of 8 tokens, of which `first` is the
-  /// first.
-  CUTLASS_DEVICE static float of_token(float const* vectors, RowVector v, int first, int lane, int i) {
-    float2 const two = *reinterpret_cast<float2 const*>(vectors + v * Config::kTokens + first + lane % 4 * 2);
-    return i % 2 == 0 ? two.x : two.y;
+  /// The elements of the vectors along the rows for the two tokens of a thread in each block of 8 tokens from
+  /// `first` on. A thread has four sums of a block, of which the even ones belong to the first token.
+  template <int Blocks>
+  CUTLASS_DEVICE static void get_rows(float const* vectors, int first, int lane,
+                                      float2 (&rows)[kNumRowVectors][Blocks]) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int v = 0; v < kNumRowVectors; ++v) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int block = 0; block < Blocks; ++block) {
+        rows[v][block] = *reinterpret_cast<float2 const*>(vectors + v * Config::kTokens + first + block * 8 +
+                                                          lane % 4 * 2);
+      }
+    }
+  }
+  CUTLASS_DEVICE static float of_token(float2 const& tokens, int i) {
+    return i % 2 == 0 ? tokens.x : tokens.y;
   }
 
   /// The vectors of the two columns of a thread.

@@ -26,24 +26,37 @@ struct MixedInputEpilogueVectors {
   /// its epilogue from this call.
   CUTLASS_DEVICE static void fetch(EpilogueArguments const& args, Shared const& shared,
                                    MixedInputTileCoord const& coord, int first_chunk, int n) {
-    int const thread = static_cast<int>(threadIdx.x) % kThreads;
-    int const group = static_cast<int>(threadIdx.x) / kThreads;
+    // Unsigned, so that the divisions below are shifts.
+    unsigned const thread = threadIdx.x % kThreads;
+    int const group = static_cast<int>(threadIdx.x / kThreads);
     float* const vectors = shared.vectors(group);
     int const tokens = coord.rows.size - coord.token;
     CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < kSize; i += kThreads) {
-      int const index = thread + i;
-      if (index < kColumnsAt && !(Config::kQuantizes && index / Config::kTokens == kAlphaRow)) {
-        int const token = index % Config::kTokens;
-        int64_t const row = int64_t{coord.rows.begin} + coord.token + token;
-        copy_one<RowVector, kNumRowVectors>(args, index / Config::kTokens, 0, row, token < tokens,
-                                            vectors + index);
+    for (unsigned i = 0; i < kSize; i += kThreads) {
+      unsigned const index = thread + i;
+      CUTLASS_PRAGMA_UNROLL
+      for (int v = Config::kQuantizes ? kAlphaRow + 1 : 0; v < kNumRowVectors; ++v) {
+        unsigned const token = index - v * Config::kTokens;
+        if (token < Config::kTokens) {
+          bool const present = static_cast<int>(token) < tokens && args.has(RowVector(v));
+          int64_t const row = int64_t{coord.rows.begin} + coord.token + token;
+          copy(vectors + index, present ? args.per_row[v].at(0, row) : nullptr, absent(RowVector(v)));
+        }
       }
-      int const of_columns = index - kColumnsAt;
-      if (of_columns >= 0 && index < kSize) {
-        int const column = (first_chunk + group) * 64 + of_columns % Config::kVectorColumns;
-        copy_one<ColumnVector, kNumColumnVectors>(args, of_columns / Config::kVectorColumns, coord.group,
-                                                  column, column < n, vectors + index);
+      unsigned const of_columns = index - kColumnsAt;
+      if (index >= kColumnsAt && index < kSize) {
+        int const column = (first_chunk + group) * 64 + static_cast<int>(of_columns % Config::kVectorColumns);
+        float const* from = nullptr;
+        float otherwise = 0.0f;
+        CUTLASS_PRAGMA_UNROLL
+        for (int v = 0; v < kNumColumnVectors; ++v) {  // a selection: an index would put args into memory
+          if (of_columns / Config::kVectorColumns == v) {
+            bool const present = column < n && args.has(ColumnVector(v));
+            from = present ? args.per_column[v].at(coord.group, column) : nullptr;
+            otherwise = absent(ColumnVector(v));
+          }
+        }
+        copy(vectors + index, from, otherwise);
       }
     }
   }
@@ -52,22 +65,6 @@ struct MixedInputEpilogueVectors {
   CUTLASS_DEVICE static void wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
  private:
-  /// Copies element i of vector number `which` of the `Count` vectors V, or absent(v) where it is not there.
-  template <class V, int Count>
-  CUTLASS_DEVICE static void copy_one(EpilogueArguments const& args, int which, int group, int64_t i,
-                                      bool present, float* to) {
-    float const* from = nullptr;
-    float otherwise = 0.0f;
-    CUTLASS_PRAGMA_UNROLL
-    for (int v = 0; v < Count; ++v) {  // a selection, since an index would put the arguments into memory
-      if (v == which) {
-        from = present ? args.vector(V(v)).at(group, i) : nullptr;
-        otherwise = absent(V(v));
-      }
-    }
-    copy(to, from, otherwise);
-  }
-
   /// *to = *from, asynchronously; `absent`, at once, where from is null.
   CUTLASS_DEVICE static void copy(float* to, float const* from, float absent) {
     if (from == nullptr) {
