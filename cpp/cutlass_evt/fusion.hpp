@@ -16,8 +16,8 @@ namespace cutlass_evt {
 ///   kName          its name in the names of kernels
 ///   kSwapped       whether the kernel computes D^T
 ///   kGated         whether D has half as many columns as the product
-///   Result         the element type of C and D
-///   ElementOutput  the type of the elements that CUTLASS stores: Result, or half of one, see Gated
+///   Result         the element type of C and D, or epilogue::SixteenBits
+///   ElementOutput  the type of the elements that CUTLASS stores: StoredAs<Result>, or half of one, see Gated
 ///   Arguments      EpilogueArguments, or a struct derived from it
 ///   finish<N>(Arguments, alpha, z, row, column, source), which finishes N elements as epilogue::finish does
 ///

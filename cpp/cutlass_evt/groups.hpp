@@ -157,10 +157,11 @@ CUTLASS_DEVICE void fill_empty_groups(GroupedArguments<Op> const& args, int cta,
           terms, 1.0f, z, [&](RowVector v, int) { return addend(v, row); },
           [&](ColumnVector v, int) { return addend(v, column); },
           [&](int) {
-            return static_cast<float>(
-                static_cast<Out const*>(terms.c)[row_of_d * terms.c_row_stride + column]);
+            return epilogue::to_float(
+                terms, static_cast<Out const*>(terms.c)[row_of_d * terms.c_row_stride + column]);
           });
-      static_cast<Out*>(terms.d)[row_of_d * terms.d_row_stride + column] = epilogue::cast<Out>(z[0]);
+      static_cast<epilogue::StoredAs<Out>*>(terms.d)[row_of_d * terms.d_row_stride + column] =
+          epilogue::cast_all<Out, 1>(terms, z)[0];
     }
   }
 }

@@ -1,5 +1,6 @@
 // make_kernel<K>(): the table row of a cutlass_evt kernel. Every field is derived from the type K, which is
-// cutlass_evt::Dense or cutlass_evt::Grouped with an architecture, a tile, a cluster and an epilogue.
+// cutlass_evt::Dense or cutlass_evt::Grouped with an architecture, a tile, a cluster and an epilogue. A
+// kernel whose epilogue has SixteenBits has a row for bf16 and one for fp16.
 #pragma once
 
 #include <atomic>
@@ -33,37 +34,15 @@ __global__ void __launch_bounds__(Base::Gemm::MaxThreadsPerBlock, Base::Gemm::Mi
   gemm(kernel.params, shared);
 }
 
-/// What dense and grouped kernels share: the table row, the conversion of arguments and the launch.
+/// What dense and grouped kernels share: the conversion of arguments and the launch.
 template <class K>
 struct KernelBase {
   using Gemm = typename K::Kernel;
   using Op = typename K::Op;
-  using Out = OutType<typename Op::Result>;
 
   template <int I, class Shape>
   static constexpr int kSize = static_cast<int>(cute::size<I>(Shape{}));
-  template <class Shape>
-  static constexpr int kAlongM = Op::kSwapped ? kSize<1, Shape> : kSize<0, Shape>;
-  template <class Shape>
-  static constexpr int kAlongN = Op::kSwapped ? kSize<0, Shape> : kSize<1, Shape>;
-
-  using Tile = typename K::Tile;
   using Cluster = typename K::Cluster;
-  static constexpr KernelTraits kTraits{K::Arch::kArch,
-                                        K::kGrouped,
-                                        Op::kSwapped,
-                                        Op::kGated,
-                                        kAlongM<Tile>,
-                                        kAlongN<Tile>,
-                                        kSize<2, Tile>,
-                                        kAlongM<Cluster>,
-                                        kAlongN<Cluster>,
-                                        Op::kName,
-                                        Out::kId,
-                                        Out::kName,
-                                        K::Arch::kDecodedOperands ? Operands::kFp16 : Operands::kNvfp4};
-  static constexpr NameBuilder kName = kTraits.name();
-
   /// The fields that the arguments of both modes have in common: sizes, operands, the epilogue and the
   /// device.
   template <class Args>
@@ -84,16 +63,15 @@ struct KernelBase {
 
   /// Launches the kernel with CUTLASS's arguments, in the steps of CUTLASS's device adapter, whose __global__
   /// function gemm_kernel replaces: refuse sizes that the kernel does not address, make the parameters,
-  /// tensor maps included, and launch.
-  static fp4gemm_status_t run(typename Gemm::Arguments const& args, Problem const& p, void* workspace,
-                              fp4gemm_stream_t stream) {
+  /// tensor maps included, and launch. `name` is that of the row in the table, for errors.
+  static fp4gemm_status_t run(char const* name, typename Gemm::Arguments const& args, Problem const& p,
+                              void* workspace, fp4gemm_stream_t stream) {
     if (!Gemm::can_implement(args)) {
-      return fail(FP4GEMM_ERROR_NOT_SUPPORTED, "kernel: %s does not support m %lld, n %lld, k %lld",
-                  kName.text, static_cast<long long>(p.m), static_cast<long long>(p.n),
-                  static_cast<long long>(p.k));
+      return fail(FP4GEMM_ERROR_NOT_SUPPORTED, "kernel: %s does not support m %lld, n %lld, k %lld", name,
+                  static_cast<long long>(p.m), static_cast<long long>(p.n), static_cast<long long>(p.k));
     }
     if (Gemm::initialize_workspace(args, workspace, stream) != cutlass::Status::kSuccess) {
-      return fail(FP4GEMM_ERROR_WORKSPACE, "workspace: %s failed to initialise it", kName.text);
+      return fail(FP4GEMM_ERROR_WORKSPACE, "workspace: %s failed to initialise it", name);
     }
     KernelParams<KernelBase> kernel{Gemm::to_underlying_arguments(args, workspace)};
 
@@ -107,7 +85,7 @@ struct KernelBase {
   }
 };
 
-/// A dense kernel as the table sees it: a workspace and one launch.
+/// A dense kernel: a workspace and one launch.
 template <class K>
 struct DenseImpl : KernelBase<K> {
   using Base = KernelBase<K>;
@@ -119,12 +97,13 @@ struct DenseImpl : KernelBase<K> {
 
   static size_t workspace_bytes(Problem const& p) { return Gemm::get_workspace_size(arguments(p)); }
 
-  static fp4gemm_status_t launch(Problem const& p, void* workspace, fp4gemm_stream_t stream) {
-    return Base::run(arguments(p), p, workspace, stream);
+  static fp4gemm_status_t launch(char const* name, Problem const& p, void* workspace,
+                                 fp4gemm_stream_t stream) {
+    return Base::run(name, arguments(p), p, workspace, stream);
   }
 };
 
-/// A grouped kernel as the table sees it: two launches. The sizes of the groups are known on the device
+/// A grouped kernel: two launches. The sizes of the groups are known on the device
 /// alone, so that prepare_groups makes the table of problem sizes and pointers there, at the begin of the
 /// workspace; the GEMM, whose own workspace lies behind it, reads the table.
 template <class K>
@@ -151,7 +130,8 @@ struct GroupedImpl : KernelBase<K> {
     return bytes + Gemm::get_workspace_size(K::lower(arguments(p), table));
   }
 
-  static fp4gemm_status_t launch(Problem const& p, void* workspace, fp4gemm_stream_t stream) {
+  static fp4gemm_status_t launch(char const* name, Problem const& p, void* workspace,
+                                 fp4gemm_stream_t stream) {
     auto args = arguments(p);
     Table table;
     size_t const bytes = Table::lay_out(workspace, p.num_groups, &table);
@@ -161,15 +141,51 @@ struct GroupedImpl : KernelBase<K> {
     FP4GEMM_CUDA(launch_waiting(cutlass_evt::prepare_groups<typename K::Collectives, Op>,
                                 {ctas, cutlass_evt::kPrepareThreads}, /*overlaps=*/true, stream, args,
                                 table));
-    return Base::run(K::lower(args, table), p, static_cast<char*>(workspace) + bytes, stream);
+    return Base::run(name, K::lower(args, table), p, static_cast<char*>(workspace) + bytes, stream);
+  }
+};
+
+/// The row of a kernel in the table, for C and D of the type Out.
+template <class K, class Out>
+struct KernelRow {
+  using Impl = cute::conditional_t<K::kGrouped, GroupedImpl<K>, DenseImpl<K>>;
+  using Op = typename K::Op;
+  template <int I, class Shape>
+  static constexpr int kSize = static_cast<int>(cute::size<I>(Shape{}));
+  template <class Shape>
+  static constexpr int kAlongM = Op::kSwapped ? kSize<1, Shape> : kSize<0, Shape>;
+  template <class Shape>
+  static constexpr int kAlongN = Op::kSwapped ? kSize<0, Shape> : kSize<1, Shape>;
+
+  using Tile = typename K::Tile;
+  using Cluster = typename K::Cluster;
+  static constexpr KernelTraits kTraits{K::Arch::kArch,
+                                        K::kGrouped,
+                                        Op::kSwapped,
+                                        Op::kGated,
+                                        kAlongM<Tile>,
+                                        kAlongN<Tile>,
+                                        kSize<2, Tile>,
+                                        kAlongM<Cluster>,
+                                        kAlongN<Cluster>,
+                                        Op::kName,
+                                        OutType<Out>::kId,
+                                        OutType<Out>::kName,
+                                        K::Arch::kDecodedOperands ? Operands::kFp16 : Operands::kNvfp4};
+  static constexpr NameBuilder kName = kTraits.name();
+
+  static size_t workspace_bytes(Problem const& p) { return Impl::workspace_bytes(p); }
+
+  static fp4gemm_status_t launch(Problem const& p, void* workspace, fp4gemm_stream_t stream) {
+    return Impl::launch(kName.text, p, workspace, stream);
   }
 };
 
 /// The row of K in the kernel table. Taking the addresses of workspace_bytes and launch instantiates the
 /// kernel, so that it is compiled in the translation unit whose list has the row.
-template <class K>
+template <class K, class Out = typename K::Op::Result>
 constexpr Kernel make_kernel() {
-  return make_row<cute::conditional_t<K::kGrouped, GroupedImpl<K>, DenseImpl<K>>>();
+  return make_row<KernelRow<K, Out>>();
 }
 
 }  // namespace fp4gemm

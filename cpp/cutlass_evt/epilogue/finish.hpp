@@ -116,6 +116,26 @@ CUTLASS_HOST_DEVICE void finish_pairs(EpilogueArguments const& args, float alpha
   nodes::activate_pairs<N>(args.activation, z);
 }
 
+/// In place of the element type of C and D: bf16 or fp16, whichever EpilogueArguments::output says. One
+/// kernel then serves both.
+struct SixteenBits {
+  uint16_t bits;
+};
+
+/// The type as which a kernel stores elements of the type Out.
+template <class Out>
+using StoredAs = cute::conditional_t<cute::is_same_v<Out, SixteenBits>, uint16_t, Out>;
+
+/// An element of C as fp32.
+template <class Out>
+CUTLASS_HOST_DEVICE float to_float(EpilogueArguments const&, Out c) {
+  return static_cast<float>(c);
+}
+CUTLASS_HOST_DEVICE float to_float(EpilogueArguments const& args, SixteenBits c) {
+  return args.output == OutputType::kBf16 ? static_cast<float>(cutlass::bfloat16_t::bitcast(c.bits))
+                                          : static_cast<float>(cutlass::half_t::bitcast(c.bits));
+}
+
 /// The cast of one element.
 template <class Out>
 CUTLASS_HOST_DEVICE Out cast(float y) {
@@ -130,6 +150,26 @@ CUTLASS_HOST_DEVICE uint32_t cast_two(float first, float second) {
       cutlass::NumericArrayConverter<Out, float, 2, cutlass::FloatRoundStyle::round_to_nearest>::convert(
           from);
   return reinterpret_cast<uint32_t const&>(to);
+}
+
+/// The cast of N elements to the type Out.
+template <class Out, int N, class Z>
+CUTLASS_HOST_DEVICE cutlass::Array<StoredAs<Out>, N> cast_all(EpilogueArguments const& args, Z const& z) {
+  if constexpr (cute::is_same_v<Out, SixteenBits>) {
+    if (args.output == OutputType::kBf16) {
+      auto const results = cast_all<cutlass::bfloat16_t, N>(args, z);
+      return reinterpret_cast<cutlass::Array<uint16_t, N> const&>(results);
+    }
+    auto const results = cast_all<cutlass::half_t, N>(args, z);
+    return reinterpret_cast<cutlass::Array<uint16_t, N> const&>(results);
+  } else {
+    cutlass::Array<Out, N> results;
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < N; ++i) {
+      results[i] = cast<Out>(z[i]);
+    }
+    return results;
+  }
 }
 
 }  // namespace cutlass_evt::epilogue

@@ -8,14 +8,14 @@ namespace cutlass_evt::epilogue {
 
 /// The row x column epilogue. All terms but acc may be absent, in the same kernel.
 ///
-/// Out is the element type of C and D. If Swapped, the kernel multiplies B by A and so computes D^T, which
-/// suits products of few rows.
+/// Out is the element type of C and D, or SixteenBits. If Swapped, the kernel multiplies B by A and so
+/// computes D^T, which suits products of few rows.
 template <class Out, bool Swapped = false>
 struct RowCol {
   static constexpr char const* kName = "rowcol";
   static constexpr bool kSwapped = Swapped;
   static constexpr bool kGated = false;
-  using ElementOutput = Out;
+  using ElementOutput = StoredAs<Out>;
   using Result = Out;
   using Arguments = EpilogueArguments;
 

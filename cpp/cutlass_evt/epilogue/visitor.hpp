@@ -141,15 +141,12 @@ struct Finish : fusion::Sm90VisitorImpl<> {
       cutlass::Array<float, N> z = acc;
       Op::template finish<N>(args, alpha, z, row, column, [&](int i) {
         int const of_thread = epi_v * N + i;
-        return cute::elem_less(at(of_thread), shape) ? static_cast<float>(from(of_thread)) : 0.0f;
+        return cute::elem_less(at(of_thread), shape) ? epilogue::to_float(args, Result(from(of_thread)))
+                                                     : 0.0f;
       });
       constexpr int kResults = N / kStoredElements<Op>;
       static_assert(kResults * kStoredElements<Op> == N, "a thread must hold whole pairs of columns");
-      cutlass::Array<Result, kResults> results;
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kResults; ++i) {
-        results[i] = epilogue::cast<Result>(z[i]);
-      }
+      auto const results = epilogue::cast_all<Result, kResults>(args, z);
       return reinterpret_cast<cutlass::Array<Stored, N> const&>(results);
     }
   };

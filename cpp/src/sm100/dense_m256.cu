@@ -10,8 +10,8 @@ constexpr Kernel kKernels[] = {
     make_kernel<Sm100DenseGated<Tile<256, 256, 256>, Cluster<2, 1>, bf16>>(),
     make_kernel<Sm100Dense<Tile<256, 192, 256>, Cluster<2, 1>, bf16>>(),
     make_kernel<Sm100Dense<Tile<256, 192, 256>, Cluster<2, 1>, float>>(),
-    make_kernel<Sm100Dense<Tile<256, 128, 256>, Cluster<2, 1>, bf16>>(),
-    make_kernel<Sm100Dense<Tile<256, 128, 256>, Cluster<2, 1>, fp16>>(),
+    make_kernel<Sm100Dense<Tile<256, 128, 256>, Cluster<2, 1>, SixteenBits>, bf16>(),
+    make_kernel<Sm100Dense<Tile<256, 128, 256>, Cluster<2, 1>, SixteenBits>, fp16>(),
     make_kernel<Sm100Dense<Tile<256, 128, 256>, Cluster<2, 1>, float>>(),
 };
 KernelList const sm100::lists::dense_m256 = make_list(kKernels);

@@ -4,11 +4,11 @@
 namespace fp4gemm {
 
 constexpr Kernel kKernels[] = {
-    make_kernel<Sm100Grouped<Tile<128, 128, 256>, Cluster<1, 1>, bf16>>(),
-    make_kernel<Sm100Grouped<Tile<128, 128, 256>, Cluster<1, 1>, fp16>>(),
+    make_kernel<Sm100Grouped<Tile<128, 128, 256>, Cluster<1, 1>, SixteenBits>, bf16>(),
+    make_kernel<Sm100Grouped<Tile<128, 128, 256>, Cluster<1, 1>, SixteenBits>, fp16>(),
     make_kernel<Sm100Grouped<Tile<128, 128, 256>, Cluster<1, 1>, float>>(),
-    make_kernel<Sm100GroupedGated<Tile<128, 128, 256>, Cluster<1, 1>, bf16>>(),
-    make_kernel<Sm100GroupedGated<Tile<128, 128, 256>, Cluster<1, 1>, fp16>>(),
+    make_kernel<Sm100GroupedGated<Tile<128, 128, 256>, Cluster<1, 1>, SixteenBits>, bf16>(),
+    make_kernel<Sm100GroupedGated<Tile<128, 128, 256>, Cluster<1, 1>, SixteenBits>, fp16>(),
 };
 KernelList const sm100::lists::grouped_m128 = make_list(kKernels);
 

@@ -14,6 +14,7 @@ namespace fp4gemm {
 using bf16 = cutlass::bfloat16_t;
 using cutlass_evt::Cluster;
 using cutlass_evt::Tile;
+using cutlass_evt::epilogue::SixteenBits;
 using fp16 = cutlass::half_t;
 
 static_assert(cutlass_evt::Sm100::kArch == sm100::kArch, "the traits and the architecture disagree");

@@ -7,11 +7,11 @@ namespace fp4gemm {
 using DenseTile = Tile<128, 128, 128>;
 
 constexpr Kernel kKernels[] = {
-    make_kernel<Sm120Dense<DenseTile, cutlass::bfloat16_t>>(),
-    make_kernel<Sm120Dense<DenseTile, cutlass::half_t>>(),
+    make_kernel<Sm120Dense<DenseTile, SixteenBits>, cutlass::bfloat16_t>(),
+    make_kernel<Sm120Dense<DenseTile, SixteenBits>, cutlass::half_t>(),
     make_kernel<Sm120Dense<DenseTile, float>>(),
-    make_kernel<Sm120DenseGated<DenseTile, cutlass::bfloat16_t>>(),
-    make_kernel<Sm120DenseGated<DenseTile, cutlass::half_t>>(),
+    make_kernel<Sm120DenseGated<DenseTile, SixteenBits>, cutlass::bfloat16_t>(),
+    make_kernel<Sm120DenseGated<DenseTile, SixteenBits>, cutlass::half_t>(),
 };
 KernelList const sm120::lists::dense = make_list(kKernels);
 

@@ -7,11 +7,11 @@ namespace fp4gemm {
 using GroupedTile = Tile<128, 128, 128>;
 
 constexpr Kernel kKernels[] = {
-    make_kernel<Sm120Grouped<GroupedTile, cutlass::bfloat16_t>>(),
-    make_kernel<Sm120Grouped<GroupedTile, cutlass::half_t>>(),
+    make_kernel<Sm120Grouped<GroupedTile, SixteenBits>, cutlass::bfloat16_t>(),
+    make_kernel<Sm120Grouped<GroupedTile, SixteenBits>, cutlass::half_t>(),
     make_kernel<Sm120Grouped<GroupedTile, float>>(),
-    make_kernel<Sm120GroupedGated<GroupedTile, cutlass::bfloat16_t>>(),
-    make_kernel<Sm120GroupedGated<GroupedTile, cutlass::half_t>>(),
+    make_kernel<Sm120GroupedGated<GroupedTile, SixteenBits>, cutlass::bfloat16_t>(),
+    make_kernel<Sm120GroupedGated<GroupedTile, SixteenBits>, cutlass::half_t>(),
 };
 KernelList const sm120::lists::grouped = make_list(kKernels);
 

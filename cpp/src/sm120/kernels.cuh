@@ -12,6 +12,7 @@ namespace fp4gemm {
 
 using cutlass_evt::Cluster;
 using cutlass_evt::Tile;
+using cutlass_evt::epilogue::SixteenBits;
 
 static_assert(cutlass_evt::Sm120::kArch == sm120::kArch, "the traits and the architecture disagree");
 

@@ -26,8 +26,8 @@ using Sm90Grouped =
 /// The table row of a grouped kernel. CUTLASS's kernel multiplies groups that are ragged in m, and one of our
 /// own with the same tile those that are ragged in k, which are bound by storing D if k is small.
 template <class K>
-struct Sm90GroupedImpl : GroupedImpl<K> {
-  using Base = GroupedImpl<K>;
+struct Sm90GroupedRow : KernelRow<K, typename K::Op::Result> {
+  using Base = KernelRow<K, typename K::Op::Result>;
 
   static size_t workspace_bytes(Problem const& p) {
     return p.ragged == FP4GEMM_RAGGED_K ? 0 : Base::workspace_bytes(p);
@@ -51,8 +51,8 @@ constexpr Kernel kSm90Kernels[] = {
     make_packed_kernel<Out, 2>(),
     make_packed_kernel<Out, 4>(),
     make_packed_kernel<Out, 8>(),
-    make_row<Sm90GroupedImpl<Sm90Grouped<Tile<128, 256, 64>, Cluster<2, 1>, Out>>>(),
-    make_row<Sm90GroupedImpl<Sm90Grouped<Tile<64, 128, 64>, Cluster<1, 1>, Out>>>(),
+    make_row<Sm90GroupedRow<Sm90Grouped<Tile<128, 256, 64>, Cluster<2, 1>, Out>>>(),
+    make_row<Sm90GroupedRow<Sm90Grouped<Tile<64, 128, 64>, Cluster<1, 1>, Out>>>(),
 };
 
 }  // namespace fp4gemm
