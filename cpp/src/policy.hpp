@@ -18,7 +18,7 @@ struct TilePolicy {
   double exposed = 0;  // the part of the work that does not overlap with reading B from device memory
 };
 
-/// Kernels that read both operands in NVFP4 and multiply without FP4 tensor cores (sm90/packed.cuh). An
+/// Kernels that read both operands in NVFP4 and multiply without FP4 tensor cores (sm90/packed.cu). An
 /// element of B takes either the clocks of loading and decoding it or those of the work on the tile's tokens,
 /// whichever are more.
 struct PackedPolicy {

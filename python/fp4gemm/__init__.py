@@ -4,7 +4,8 @@
     y = fp4gemm.mm(fp4gemm.quantize(x), w)             # (m, k) per token -> (m, n) bfloat16
     y = fp4gemm.grouped_mm(fp4gemm.quantize(x, offs=offs), experts)     # tokens of experts, weights (g, n, k)
 
-On CUDA the products run in CUTLASS kernels; on the CPU in :mod:`fp4gemm.reference`, which defines the bits.
+On CUDA the products run in the kernels that :func:`fp4gemm.kernels` lists; on the CPU in
+:mod:`fp4gemm.reference`, which defines the bits.
 """
 
 from __future__ import annotations

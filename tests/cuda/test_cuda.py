@@ -202,7 +202,7 @@ def test_every_kernel_of_this_device(cuda: torch.device, gen: torch.Generator) -
     major, _ = torch.cuda.get_device_capability(cuda)
     ran = 0
     kernels = [kernel for kernel in fp4gemm.kernels() if kernel.mode == "dense"]
-    for m, n, k in ((1, 16, 32), (300, 400, 288), (513, 1040, 1056)):
+    for m, n, k in ((1, 16, 32), (300, 400, 288), (513, 1040, 1056), (4500, 528, 96)):
         a, b = operands(m, n, k, cuda, gen)
         bias = torch.randn(n, generator=gen).to(cuda)
         for kernel in kernels:

@@ -112,6 +112,36 @@ def test_columns(
     assert_bits(out, exact(case, out_dtype, bias, 1, c, -0.5), "every term, in place")
 
 
+@pytest.mark.parametrize("out_dtype", FLOATS, ids=short)
+def test_many_groups_of_rows(out_dtype: torch.dtype, cuda: torch.device, gen: torch.Generator) -> None:
+    """More groups than a warp has lanes, several tiles of a group for each CTA, more rows in a group than a
+    band of tiles has, and groups that end within the 16 rows that a warp stores, for every kernel by name.
+    """
+    sizes = (*itertools.islice(itertools.cycle((17, 0, 1, 130, 64, 0, 33)), 69), 2900)
+    case = rows_of(sizes, 528, 96, cuda, gen, loose=13)
+    rows = sum(sizes)
+    bias = torch.randn(len(sizes), 528, generator=gen).to(cuda)
+    plain, gated = exact(case, out_dtype), None
+    if out_dtype is not torch.float32:
+        gated = exact(case, out_dtype, bias, 4)
+    family, ran = kernel_table.kernel_arch(cuda.index), 0
+    for kernel in fp4gemm.kernels():
+        of_mode = (kernel.arch, kernel.mode, kernel.out_dtype) == (family, "grouped", out_dtype)
+        if not of_mode or not kernel.supports("nvfp4", "nvfp4", "m"):
+            continue
+        n = 528 // (2 if kernel.is_gated else 1)
+        view, buffer = poisoned(rows + 13, n, out_dtype, cuda, pad=8)
+        terms: dict[str, Any] = {"bias": bias, "activation": "swiglu"} if kernel.is_gated else {}
+        fill_and_free(cuda)
+        fp4gemm.grouped_mm(case.a, case.b, out=view, kernel=kernel.name, **terms)
+        want = gated if kernel.is_gated else plain
+        assert want is not None
+        assert_bits(view[:rows], want[:rows], kernel.name)
+        assert_poison_intact(buffer, rows, n)
+        ran += 1
+    assert ran > 0
+
+
 @pytest.mark.parametrize("kernel", ["64x128", "128x256"])
 @pytest.mark.parametrize("out_dtype", FLOATS, ids=short)
 def test_many_groups_of_columns(

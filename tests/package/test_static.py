@@ -21,13 +21,14 @@ PREPACKED = "nvfp4_gemm"  # of SM90 and SM120
 QUANTIZING = "MixedInputQuantizingConfig"
 # e4m3, two row groups, one depth group, 256 tokens.
 WIDEST_PROMOTED = "float_e4m3_tELi2ELi1ELi256ELi1ELi1ELi1ENS_16Sm90Nvfp4MachineELi64E"
-GEMM = re.compile(rf"gemm_kernel|packed_gemm|{PREPACKED}")
+DECODED = "sm90_gemm"  # of two fp16 operands
+GEMM = re.compile(rf"gemm_kernel|packed_gemm|{DECODED}|{PREPACKED}")
 # The families of kernels that are launched before the kernel ahead of them has ended.
 WAITING = re.compile(
     rf"quantize_rows|quantize_to_records|make_row_records|gather_rows|route_slots|combine_rows|"
     rf"combine_rank_rows|combine_blocks|combine_parts|zero_outside_groups|swiglu_forward|swiglu_backward|"
-    rf"gemm_kernel|prepare_groups|ragged_k_gemm|quantize_tiles|quantize_group_columns|quantize_squares|"
-    rf"(?<!mxfp8_)dequantize|{PREPACKED}"
+    rf"gemm_kernel|prepare_groups|quantize_tiles|quantize_group_columns|quantize_squares|"
+    rf"(?<!mxfp8_)dequantize|{DECODED}|{PREPACKED}"
 )
 # One row in registers, not looped, of x itself: TransformerEngine's cast, grouped or not, and the FP8 cast.
 COMMON_CAST = re.compile(r"quantize_rows(_fp8I.*PlainLoader|.*PlainLoader.*TeCast).*ELb[01]ELb0ELi")
@@ -95,9 +96,17 @@ def compiled_as(kernel: KernelInfo) -> object:
 def test_every_kernel_of_the_table_is_in_the_library() -> None:
     """As many GEMM kernels stand in the images of an architecture as the table lists for it."""
     for table_arch in built_archs():
-        listed = {compiled_as(kernel) for kernel in fp4gemm.kernels() if kernel.arch == table_arch}
+        listed = {
+            compiled_as(kernel)
+            for kernel in fp4gemm.kernels()
+            if kernel.arch == table_arch and kernel.operand != "fp16"
+        }
         image = re.compile(rf"sm_{table_arch}[af]?$")
-        compiled = [name for arch, name, _ in resources() if image.match(arch) and GEMM.search(name)]
+        compiled = [
+            name
+            for arch, name, _ in resources()
+            if image.match(arch) and GEMM.search(name) and DECODED not in name
+        ]
         # Hopper's dense kernels for eight fp16 tokens have a second one, which quantizes the tokens.
         quantizing = [name for name in compiled if QUANTIZING in name]
         tiles = {
@@ -107,6 +116,27 @@ def test_every_kernel_of_the_table_is_in_the_library() -> None:
         }
         assert len(quantizing) == len(tiles), table_arch
         assert len(compiled) - len(quantizing) == len(listed), table_arch
+
+
+def test_every_tile_of_decoded_operands_is_in_the_library() -> None:
+    """The kernels of two fp16 operands serve every epilogue and output type. The tiles of those with the
+    schedule of dense products and groups that are ragged in m are the tiles of the table; those with the
+    schedule of groups that are ragged in k are the tiles of its grouped rows.
+    """
+    rows = [kernel for kernel in fp4gemm.kernels() if kernel.operand == "fp16"]
+    if not rows:
+        pytest.skip("no sm_90a kernels in this build")
+    compiled: dict[str, set[str]] = {"RaggedM": set(), "RaggedK": set()}
+    for _, name, _ in resources():
+        if DECODED in name:
+            tile = re.search(r"Tile(\d+x\d+)", name)
+            schedule = re.search(r"Sm90(RaggedM|RaggedK)Schedule", name)
+            assert tile is not None, name
+            assert schedule is not None, name
+            compiled[schedule[1]].add(tile[1])
+    grouped = {f"{kernel.tile[0]}x{kernel.tile[1]}" for kernel in rows if kernel.mode == "grouped"}
+    assert compiled["RaggedM"] == {f"{kernel.tile[0]}x{kernel.tile[1]}" for kernel in rows}
+    assert compiled["RaggedK"] == grouped
 
 
 def test_no_kernel_spills() -> None:
@@ -230,7 +260,11 @@ def test_nothing_is_read_or_written_ahead_of_the_wait() -> None:
             ahead = Counter(found.name for found in sass.accesses_before_wait(sass.parse(lines)))
             allowed = AHEAD_OF_WAIT.get(family, {})
             assert not ahead - Counter(allowed), f"{name} of {image}: {ahead}"
-    families = {"quantize_rows"} | ({"gemm_kernel", "prepare_groups"} if 90 in built_archs() else set())
+    families = {"quantize_rows"}
+    if 90 in built_archs():
+        families |= {DECODED, PREPACKED}
+    if built_archs() & {100, 120}:
+        families |= {"gemm_kernel", "prepare_groups"}
     assert families <= set(waiting), waiting
 
 
@@ -298,7 +332,7 @@ def test_a_cluster_releases_its_arrivals_before_a_cta_exits() -> None:
     for name, lines in machine_code("sm_90a").items():
         code = sass.parse(lines)
         arrives = [i for i, instruction in enumerate(code) if instruction.base == "UCGABAR_ARV"]
-        own = re.search(rf"{PREPACKED}|ragged_k_gemm", name)
+        own = re.search(rf"{PREPACKED}|{DECODED}", name)
         if own and arrives:
             before = [instruction.name for instruction in code[arrives[-1] - 4 : arrives[-1]]]
             assert "MEMBAR.ALL.GPU" in before, f"{name}: {before}"
@@ -310,8 +344,7 @@ def test_a_cluster_releases_its_arrivals_before_a_cta_exits() -> None:
 @pytest.mark.parametrize(
     ("arch", "function", "instruction"),
     [
-        ("sm_90a", "gemm_kernel", r"HGMMA\.64x\d+x16\.F32"),
-        ("sm_90a", "ragged_k_gemm", r"HGMMA\.64x\d+x16\.F32"),
+        ("sm_90a", DECODED, r"HGMMA\.64x\d+x16\.F32"),
         ("sm_90a", "packed_gemm", r"HMMA\.16816\.F32"),
         ("sm_90a", PREPACKED, r"HMMA\.16816\.F32|HGMMA\.64x\d+x16\.F32|QGMMA\.64x\d+x32\.F32\.E4M3\.E4M3"),
         ("sm_120", PREPACKED, r"HMMA\.16816\.F32"),
@@ -319,8 +352,7 @@ def test_a_cluster_releases_its_arrivals_before_a_cta_exits() -> None:
         ("sm_120", "gemm_kernel", r"OMMA\.SF\.16864\.F32\.E2M1\.E2M1\.UE4M3\.4X"),
     ],
     ids=[
-        "sm90-wgmma",
-        "sm90-ragged-k",
+        "sm90-decoded",
         "sm90-packed-mma",
         "sm90-prepacked",
         "sm120-prepacked",

@@ -3,11 +3,14 @@
     PYTHONPATH=tests/support compute-sanitizer --tool racecheck python tests/support/sanitized_calls.py
 
 runs every mode of the quantizers along both axes with and without groups, dequantize, the fused producers,
-the FP8 casts, SwiGLU, the prepacked products whose CTAs form clusters, and the products that are ragged in k.
-It prints how many calls it made. It compares no result: the tests do that.
+the FP8 casts, SwiGLU, the prepacked products whose CTAs form clusters, and the products of decoded operands.
+With --decoded it runs the latter alone. It prints how many calls it made. It compares no result: the tests do
+that.
 """
 
 from __future__ import annotations
+
+import sys
 
 import fp4gemm
 import torch
@@ -52,7 +55,7 @@ def quantizers(device: torch.device) -> int:
 
 
 def products(device: torch.device) -> int:
-    """Every kernel of the tiles whose CTAs form clusters, and a weight gradient; the number of calls."""
+    """Every kernel of the prepacked tiles whose CTAs form clusters; the number of calls."""
     calls = 0
     weights = torch.randn(4, N, K, device=device, dtype=torch.bfloat16)
     dense = fp4gemm.prepack(fp4gemm.quantize(weights[0]))
@@ -83,18 +86,42 @@ def products(device: torch.device) -> int:
         else:
             fp4gemm.grouped_mm(x, grouped, offs=offs, **terms)
         calls += 1
-    dy, x_t = (
-        fp4gemm.quantize(each, axis=0, offs=offs, decoded=True)
-        for each in (x, torch.randn(M, N, device=device, dtype=torch.bfloat16))
-    )
-    fp4gemm.wgrad(dy, x_t)
-    return calls + 1
+    return calls
+
+
+def decoded_products(device: torch.device) -> int:
+    """Every kernel of two decoded operands: dense, ragged in m and ragged in k; the number of calls."""
+    calls = 0
+    weights = torch.randn(4, N, K, device=device, dtype=torch.bfloat16)
+    experts = fp4gemm.decode(fp4gemm.quantize(weights))
+    x, y = torch.randn(2, M, K, device=device, dtype=torch.bfloat16)
+    offs = torch.tensor([40, 40, 203, 290], device=device, dtype=torch.int32)
+    dense, tokens = fp4gemm.quantize(x, decoded=True), fp4gemm.quantize(x, offs=offs, decoded=True)
+    weight = fp4gemm.quantize(weights[0], decoded=True)
+    dy, x_t = (fp4gemm.quantize(each, axis=0, offs=offs, decoded=True) for each in (x, y))
+    for kernel in fp4gemm.kernels():
+        if kernel.arch != 90 or kernel.operand != "fp16":
+            continue
+        terms = {"kernel": kernel.name, "out_dtype": kernel.out_dtype}
+        gated = {"activation": "swiglu"} if kernel.is_gated else {}
+        if kernel.mode == "dense":
+            fp4gemm.mm(dense, weight, **terms, **gated)
+            calls += 1
+            continue
+        fp4gemm.grouped_mm(tokens, experts, **terms, **gated)
+        calls += 1
+        if not kernel.is_gated:
+            fp4gemm.grouped_mm(dy, x_t, **terms)
+            calls += 1
+    return calls
 
 
 def main() -> None:
     device = torch.device("cuda")
     torch.manual_seed(0)
-    print(f"{quantizers(device)} calls of the quantizers, {products(device)} products")
+    if "--decoded" not in sys.argv:
+        print(f"{quantizers(device)} calls of the quantizers, {products(device)} prepacked products")
+    print(f"{decoded_products(device)} products of decoded operands")
     torch.cuda.synchronize()
 
 

@@ -5,10 +5,8 @@
 
 // In the order of the kernel table.
 #define FP4GEMM_SM90_LISTS(LIST) \
-  LIST(kernels_bf16)             \
-  LIST(kernels_fp16)             \
-  LIST(kernels_fp32)             \
-  LIST(gated)                    \
+  LIST(gemm)                     \
+  LIST(packed)                   \
   LIST(prepacked_narrow)         \
   LIST(prepacked_wide)           \
   LIST(prepacked_bf16)           \

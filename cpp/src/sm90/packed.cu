@@ -6,12 +6,9 @@
 // each thread loads 16 contiguous bytes, which are 32 codes of one row, and passes them to eight MMAs in the
 // order in which decoding needs the fewest instructions. A CTA computes 32 rows of B. Its warps process
 // chunks of k in turn, and their sums are added in shared memory in a fixed order.
-#pragma once
-
 #include "cutlass/numeric_conversion.h"
 #include "cutlass_evt/epilogue/rowcol.hpp"
 #include "error.hpp"
-#include "kernel_activation.hpp"
 #include "kernel_row.hpp"
 #include "quantize/numerics.cuh"
 #include "sm90/arch.hpp"
@@ -254,5 +251,21 @@ template <class Out, int kTokenTiles>
 constexpr Kernel make_packed_kernel() {
   return make_row<PackedKernel<cutlass_evt::epilogue::RowCol<Out>, kTokenTiles>>();
 }
+
+constexpr Kernel kKernels[] = {
+    make_packed_kernel<cutlass::bfloat16_t, 1>(),
+    make_packed_kernel<cutlass::bfloat16_t, 2>(),
+    make_packed_kernel<cutlass::bfloat16_t, 4>(),
+    make_packed_kernel<cutlass::bfloat16_t, 8>(),
+    make_packed_kernel<cutlass::half_t, 1>(),
+    make_packed_kernel<cutlass::half_t, 2>(),
+    make_packed_kernel<cutlass::half_t, 4>(),
+    make_packed_kernel<cutlass::half_t, 8>(),
+    make_packed_kernel<float, 1>(),
+    make_packed_kernel<float, 2>(),
+    make_packed_kernel<float, 4>(),
+    make_packed_kernel<float, 8>(),
+};
+KernelList const sm90::lists::packed = make_list(kKernels);
 
 }  // namespace fp4gemm
