@@ -1,8 +1,8 @@
 # The table of GPU architectures: what each family builds, which nvcc it needs and which devices it serves.
 #
-# A family is what FP4GEMM_CUDA_ARCHS lists. To add one: a row here, a folder cpp/src/smNN with an arch.cpp and its *.cu, a
-# header cpp/cutlass_evt/arch/smNN.hpp. Families may share a folder: its sources are then compiled for each of them. The
-# library learns the compute capabilities of the devices from this table.
+# A family is what FP4GEMM_CUDA_ARCHS lists. To add one: a row here, a folder cpp/src/smNN with an arch.cpp and its *.cu, and
+# for kernels of CUTLASS a header cpp/cutlass_evt/arch/smNN.hpp. Families may share a folder: its sources are then compiled
+# for each of them. The library learns the compute capabilities of the devices from this table.
 #
 #   family   GEMM folder   nvcc    code of quantize and decode           compute capabilities
 #            (- : none)    (>=)    (NN: machine code, NN-ptx: portable,  that it serves

@@ -15,7 +15,7 @@ template <class Op>
 struct DenseArguments {
   int m = 0, n = 0, k = 0;
   void const* a = nullptr;
-  void const* scale_a = nullptr;  // null where the architecture multiplies decoded operands
+  void const* scale_a = nullptr;
   void const* b = nullptr;
   void const* scale_b = nullptr;
   typename Op::Arguments epilogue;
@@ -25,7 +25,7 @@ struct DenseArguments {
 
 /// A dense kernel, and how DenseArguments become its CUTLASS arguments.
 ///
-/// Arch is a struct of cutlass_evt/arch/, such as Sm90. Tile and Cluster are those of the kernel, which
+/// Arch is a struct of cutlass_evt/arch/, such as Sm100. Tile and Cluster are those of the kernel, which
 /// computes D^T if Op is swapped. Op is an epilogue, see Fusion.
 template <class Arch_, class Tile_, class Cluster_, class Op_>
 struct Dense {

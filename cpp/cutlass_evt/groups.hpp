@@ -26,7 +26,7 @@ struct GroupedArguments {
   int const* offs = nullptr;  // (num_groups) cumulative ends, on the device
   int scale_tiles = 0;        // ragged m: the capacity of the scales of A, in tiles of 128 rows
   void const* a = nullptr;
-  void const* scale_a = nullptr;  // null where the architecture multiplies decoded operands
+  void const* scale_a = nullptr;
   void const* b = nullptr;
   void const* scale_b = nullptr;
   typename Op::Arguments epilogue;

@@ -43,6 +43,7 @@ struct KernelBase {
   template <int I, class Shape>
   static constexpr int kSize = static_cast<int>(cute::size<I>(Shape{}));
   using Cluster = typename K::Cluster;
+
   /// The fields that the arguments of both modes have in common: sizes, operands, the epilogue and the
   /// device.
   template <class Args>
@@ -159,19 +160,10 @@ struct KernelRow {
 
   using Tile = typename K::Tile;
   using Cluster = typename K::Cluster;
-  static constexpr KernelTraits kTraits{K::Arch::kArch,
-                                        K::kGrouped,
-                                        Op::kSwapped,
-                                        Op::kGated,
-                                        kAlongM<Tile>,
-                                        kAlongN<Tile>,
-                                        kSize<2, Tile>,
-                                        kAlongM<Cluster>,
-                                        kAlongN<Cluster>,
-                                        Op::kName,
-                                        OutType<Out>::kId,
-                                        OutType<Out>::kName,
-                                        K::Arch::kDecodedOperands ? Operands::kFp16 : Operands::kNvfp4};
+  static constexpr KernelTraits kTraits{
+      K::Arch::kArch,    K::kGrouped,         Op::kSwapped,     Op::kGated,       kAlongM<Tile>,
+      kAlongN<Tile>,     kSize<2, Tile>,      kAlongM<Cluster>, kAlongN<Cluster>, Op::kName,
+      OutType<Out>::kId, OutType<Out>::kName, Operands::kNvfp4};
   static constexpr NameBuilder kName = kTraits.name();
 
   static size_t workspace_bytes(Problem const& p) { return Impl::workspace_bytes(p); }

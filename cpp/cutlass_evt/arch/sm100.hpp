@@ -22,7 +22,6 @@ namespace cutlass_evt {
 /// The architecture. Its tensor cores read packed e2m1 codes and swizzled e4m3 scales.
 struct Sm100 {
   static constexpr int kArch = 100;
-  static constexpr bool kDecodedOperands = false;
   static constexpr int kMaxSharedBytes = 232448;
 
   using Element = cutlass::nv_float4_t<cutlass::float_e2m1_t>;

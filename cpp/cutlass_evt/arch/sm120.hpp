@@ -23,7 +23,6 @@ namespace cutlass_evt {
 /// with mma.sync and from registers: there is no tensor memory, no pair of SMs, and no multicast.
 struct Sm120 {
   static constexpr int kArch = 120;
-  static constexpr bool kDecodedOperands = false;
   static constexpr int kMaxSharedBytes = 101376;
 
   using Element = cutlass::nv_float4_t<cutlass::float_e2m1_t>;
