@@ -87,6 +87,16 @@ inline fp4gemm_status_t check_row_stride(char const* name, int64_t stride, int64
   return FP4GEMM_SUCCESS;
 }
 
+/// A workspace of `bytes` bytes for a call that needs `needed`.
+inline fp4gemm_status_t check_workspace(void const* workspace, size_t bytes, size_t needed,
+                                        int alignment = Rules::kWorkspaceBytes) {
+  if (bytes < needed || (workspace == nullptr && needed > 0) || !is_aligned(workspace, alignment)) {
+    return fail(FP4GEMM_ERROR_WORKSPACE, "workspace: has %lld bytes at %p, must have %lld, %d-byte aligned",
+                ll(static_cast<int64_t>(bytes)), workspace, ll(static_cast<int64_t>(needed)), alignment);
+  }
+  return FP4GEMM_SUCCESS;
+}
+
 /// The struct of arguments: not null, and of the size that this library expects.
 template <class Args>
 fp4gemm_status_t check_args(Args const* args) {

@@ -1,8 +1,7 @@
 // The GEMM of the C interface: check the arguments, plan, convert operands if the kernel needs it, launch.
 #include "architecture.hpp"
-#include "device.hpp"
 #include "figures.hpp"
-#include "gemm_args.hpp"
+#include "gemm_plan.hpp"
 #include "quantize/prepacked_order.hpp"
 #include "registry.hpp"
 #include "select.hpp"
@@ -18,22 +17,6 @@ size_t decoded_bytes(int64_t rows, int64_t k) {
 }
 
 // ---- the plan ----
-
-/// What a call will do: the kernel, the conversions and the layout of the workspace. Offsets are in bytes.
-struct Plan {
-  Kernel const* kernel = nullptr;  // null: D has no elements
-  DeviceProperties device;
-  fp4gemm_format_t format_a = FP4GEMM_FORMAT_NVFP4;  // of A, or of what the call quantizes A to
-  bool quantize_a = false;                           // in a launch of its own
-  size_t scale_a_offset = 0;                         // with quantize_a
-  size_t amax_offset = 0;
-  bool decode_a = false;
-  bool decode_b = false;
-  bool prepack_b = false;
-  size_t b_offset = 0;
-  size_t kernel_offset = 0;
-  size_t total_bytes = 0;
-};
 
 constexpr char const* kFormatNames[] = {"nvfp4", "fp16", "bf16",         "prepacked",
                                         "fp32",  "e4m3", "prepacked_fp8"};
@@ -61,7 +44,7 @@ PrepackedOrder const& order_of(Operands operands) {
 
 /// Sets plan->kernel to the one that the cost model selects. Where none suits, the error names the reason
 /// that the caller can change: the output type, the format of an operand, or the device.
-fp4gemm_status_t select_kernel(GemmArgs const& args, int device, Plan* plan) {
+fp4gemm_status_t select_kernel(GemmArgs const& args, int device, GemmPlan* plan) {
   int const arch = plan->device.arch;
   // Where tensor cores read NVFP4, kernels that read NVFP4 are preferred for an NVFP4 B.
   Architecture const* const served = architecture_of(arch);
@@ -112,8 +95,8 @@ fp4gemm_status_t select_kernel(GemmArgs const& args, int device, Plan* plan) {
 }
 
 /// Sets plan->kernel to the one that args.kernel names, if it computes the problem on this device at all. The
-/// cost model is not asked; make_plan checks the formats of the operands.
-fp4gemm_status_t force_kernel(GemmArgs const& args, int device, Plan* plan) {
+/// cost model is not asked; plan_gemm checks the formats of the operands.
+fp4gemm_status_t force_kernel(GemmArgs const& args, int device, GemmPlan* plan) {
   int const arch = plan->device.arch;
   Kernel const* const kernel = find_kernel(args.kernel);
   FP4GEMM_CHECK(kernel != nullptr,
@@ -141,7 +124,7 @@ int64_t num_amaxes(GemmArgs const& args) {
 }
 
 /// The problem that the kernel solves; operands that are converted first are in the workspace.
-Problem problem_of(GemmArgs const& args, Plan const& plan, char* workspace, int device) {
+Problem problem_of(GemmArgs const& args, GemmPlan const& plan, char* workspace, int device) {
   Problem problem;
   problem.ragged = args.ragged;
   problem.m = args.m;
@@ -180,7 +163,7 @@ bool kernel_quantizes_a(Kernel const& kernel, Problem const& p) {
 
 /// Plans the conversion of A, which lies at the begin of the workspace: its values or codes, then its scales
 /// and amaxes.
-void plan_a(GemmArgs const& args, int device, Plan* plan) {
+void plan_a(GemmArgs const& args, int device, GemmPlan* plan) {
   plan->quantize_a =
       quantizes_a(args) && (args.quantize_a != FP4GEMM_QUANTIZE_A_ROW || args.a_rows != nullptr ||
                             !kernel_quantizes_a(*plan->kernel, problem_of(args, *plan, nullptr, device)));
@@ -204,8 +187,9 @@ void plan_a(GemmArgs const& args, int device, Plan* plan) {
   plan->b_offset = bytes;
 }
 
-/// Plans a call whose sizes, formats and types are valid (check_gemm_problem).
-fp4gemm_status_t make_plan(GemmArgs const& args, int device, Plan* plan) {
+}  // namespace
+
+fp4gemm_status_t plan_gemm(GemmArgs const& args, int device, GemmPlan* plan) {
   FP4GEMM_TRY(device_properties(device, &plan->device));
   FP4GEMM_TRY(args.kernel == nullptr ? select_kernel(args, device, plan) : force_kernel(args, device, plan));
   if (args.m == 0 || args.n == 0) {
@@ -242,8 +226,10 @@ fp4gemm_status_t make_plan(GemmArgs const& args, int device, Plan* plan) {
   return FP4GEMM_SUCCESS;
 }
 
+namespace {
+
 /// Quantizes A into the workspace.
-fp4gemm_status_t quantize_a(GemmArgs const& args, Plan const& plan, char* workspace,
+fp4gemm_status_t quantize_a(GemmArgs const& args, GemmPlan const& plan, char* workspace,
                             fp4gemm_stream_t stream) {
   fp4gemm_quantize_args_t quantize = FP4GEMM_QUANTIZE_ARGS_INIT;
   quantize.m = args.m;
@@ -271,7 +257,7 @@ fp4gemm_status_t quantize_a(GemmArgs const& args, Plan const& plan, char* worksp
 
 /// Launches what comes before the kernel, into the workspace: the quantizer of A, one decoder for both
 /// operands, and the prepacking of B, each only if the plan has it.
-fp4gemm_status_t convert_operands(GemmArgs const& args, Plan const& plan, char* workspace,
+fp4gemm_status_t convert_operands(GemmArgs const& args, GemmPlan const& plan, char* workspace,
                                   fp4gemm_stream_t stream) {
   if (plan.quantize_a) {
     FP4GEMM_TRY(quantize_a(args, plan, workspace, stream));
@@ -301,14 +287,28 @@ fp4gemm_status_t convert_operands(GemmArgs const& args, Plan const& plan, char* 
   return FP4GEMM_SUCCESS;
 }
 
+}  // namespace
+
+fp4gemm_status_t launch_gemm(GemmArgs const& args, GemmPlan const& plan, void* workspace, int device,
+                             fp4gemm_stream_t stream) {
+  if (plan.kernel == nullptr) {
+    return FP4GEMM_SUCCESS;
+  }
+  char* const bytes = static_cast<char*>(workspace);
+  FP4GEMM_TRY(convert_operands(args, plan, bytes, stream));
+  return plan.kernel->launch(problem_of(args, plan, bytes, device), bytes + plan.kernel_offset, stream);
+}
+
+namespace {
+
 /// The query of the workspace. It makes the plan of the call, without pointers, which the checks therefore
 /// leave out.
 fp4gemm_status_t workspace_bytes(GemmArgs const* args, int device, size_t* bytes) {
   FP4GEMM_CHECK(bytes != nullptr, "bytes: is null, must point at the result");
   FP4GEMM_TRY(check_args(args));
   FP4GEMM_TRY(check_gemm_problem(*args));
-  Plan plan;
-  FP4GEMM_TRY(make_plan(*args, device, &plan));
+  GemmPlan plan;
+  FP4GEMM_TRY(plan_gemm(*args, device, &plan));
   *bytes = plan.total_bytes;
   return FP4GEMM_SUCCESS;
 }
@@ -320,25 +320,15 @@ fp4gemm_status_t run(GemmArgs const* args, void* workspace, size_t workspace_byt
   FP4GEMM_TRY(check_args(args));
   FP4GEMM_TRY(check_gemm_problem(*args));
   FP4GEMM_TRY(check_gemm_pointers(*args));
-  Plan plan;
-  FP4GEMM_TRY(make_plan(*args, device, &plan));
+  GemmPlan plan;
+  FP4GEMM_TRY(plan_gemm(*args, device, &plan));
   if (plan.kernel == nullptr) {
     return FP4GEMM_SUCCESS;
   }
-  if (workspace_bytes < plan.total_bytes || (workspace == nullptr && plan.total_bytes > 0)) {
-    return fail(FP4GEMM_ERROR_WORKSPACE, "workspace: has %lld bytes at %p, must have %lld",
-                ll(static_cast<int64_t>(workspace_bytes)), workspace,
-                ll(static_cast<int64_t>(plan.total_bytes)));
-  }
-  if (!is_aligned(workspace, Rules::kWorkspaceBytes)) {
-    return fail(FP4GEMM_ERROR_WORKSPACE, "workspace: is %p, must be %d-byte aligned", workspace,
-                Rules::kWorkspaceBytes);
-  }
+  FP4GEMM_TRY(check_workspace(workspace, workspace_bytes, plan.total_bytes));
   DeviceGuard const guard(device);
   FP4GEMM_TRY(guard.status());
-  char* const bytes = static_cast<char*>(workspace);
-  FP4GEMM_TRY(convert_operands(*args, plan, bytes, stream));
-  return plan.kernel->launch(problem_of(*args, plan, bytes, device), bytes + plan.kernel_offset, stream);
+  return launch_gemm(*args, plan, workspace, device, stream);
 }
 
 }  // namespace

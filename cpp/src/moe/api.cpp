@@ -1,8 +1,8 @@
 // The C interface of the kernels for mixtures of experts: checks, the plan of a routing, and the launches.
 #include <algorithm>
 
-#include "check.hpp"
 #include "fp4gemm/groups.h"
+#include "moe/args.hpp"
 #include "moe/moe.hpp"
 #include "quantize/on_device.hpp"
 
@@ -14,11 +14,7 @@ constexpr int kManyCtas = 64;
 
 fp4gemm_status_t check_route(fp4gemm_route_args_t const* args) {
   FP4GEMM_TRY(check_args(args));
-  FP4GEMM_TRY(check_size("num_tokens", args->num_tokens, 0, 1));
-  FP4GEMM_TRY(check_size("top_k", args->top_k, 1, 1));
-  FP4GEMM_CHECK(args->num_tokens * args->top_k <= Rules::kMaxSize,
-                "num_tokens: is %lld, with top_k %d must be at most %lld slots", ll(args->num_tokens),
-                args->top_k, ll(Rules::kMaxSize));
+  FP4GEMM_TRY(check_slots(args->num_tokens, args->top_k));
   return check_size("num_experts", args->num_experts, 1, 1, kMaxExperts);
 }
 
@@ -26,20 +22,12 @@ fp4gemm_status_t route(fp4gemm_route_args_t const* args, void* workspace, size_t
                        fp4gemm_stream_t stream) {
   FP4GEMM_TRY(check_route(args));
   int64_t const num_slots = args->num_tokens * args->top_k;
-  int const id_bytes = args->ids_are_64_bits != 0 ? 8 : 4;
-  FP4GEMM_TRY(check_buffer("topk_ids", args->topk_ids, num_slots, id_bytes));
+  FP4GEMM_TRY(check_ids(args->topk_ids, args->ids_are_64_bits, num_slots));
   FP4GEMM_TRY(check_buffer("offs", args->offs, args->num_experts, sizeof(int32_t)));
   FP4GEMM_TRY(check_buffer("token_of_row", args->token_of_row, num_slots, sizeof(int32_t)));
   FP4GEMM_TRY(check_buffer("row_of_pair", args->row_of_pair, num_slots, sizeof(int32_t)));
   int64_t const needed = route_plan(num_slots, args->num_experts).workspace_bytes(args->num_experts);
-  if (static_cast<int64_t>(workspace_bytes) < needed || (workspace == nullptr && needed > 0)) {
-    return fail(FP4GEMM_ERROR_WORKSPACE, "workspace: has %lld bytes at %p, must have %lld",
-                ll(static_cast<int64_t>(workspace_bytes)), workspace, ll(needed));
-  }
-  if (!is_aligned(workspace, Rules::kPointerBytes)) {
-    return fail(FP4GEMM_ERROR_WORKSPACE, "workspace: is %p, must be %d-byte aligned", workspace,
-                Rules::kPointerBytes);
-  }
+  FP4GEMM_TRY(check_workspace(workspace, workspace_bytes, static_cast<size_t>(needed), Rules::kPointerBytes));
   return on_device(device, [&](DeviceProperties const& properties) {
     return launch_route(*args, properties, workspace, stream);
   });

@@ -1,7 +1,7 @@
 // The C interface of expert parallelism: checks of its arguments, and the launches on the given device.
 #include <cstdio>
 
-#include "check.hpp"
+#include "moe/args.hpp"
 #include "moe/moe.hpp"
 #include "moe/ranks.hpp"
 #include "quantize/on_device.hpp"
@@ -95,20 +95,6 @@ fp4gemm_status_t check_ranks(int num_experts, int num_ranks, int rank) {
   return check_size("rank", rank, 0, 1, num_ranks - 1);
 }
 
-/// Checks a number of tokens and their slots.
-fp4gemm_status_t check_slots(int64_t num_tokens, int top_k) {
-  FP4GEMM_TRY(check_size("num_tokens", num_tokens, 0, 1));
-  FP4GEMM_TRY(check_size("top_k", top_k, 1, 1));
-  FP4GEMM_CHECK(num_tokens * top_k <= Rules::kMaxSize,
-                "num_tokens: is %lld, with top_k %d must be at most %lld slots", ll(num_tokens), top_k,
-                ll(Rules::kMaxSize));
-  return FP4GEMM_SUCCESS;
-}
-
-fp4gemm_status_t check_ids(void const* ids, int are_64_bits, int64_t num_slots) {
-  return check_buffer("topk_ids", ids, num_slots, are_64_bits != 0 ? 8 : 4);
-}
-
 fp4gemm_status_t check_route(fp4gemm_route_ranks_args_t const* args) {
   FP4GEMM_TRY(check_args(args));
   FP4GEMM_TRY(check_slots(args->num_tokens, args->top_k));
@@ -130,12 +116,8 @@ fp4gemm_status_t route_ranks(fp4gemm_route_ranks_args_t const* args, void* works
   FP4GEMM_TRY(check_buffer("slot_of_row", args->slot_of_row, args->capacity, sizeof(int32_t)));
   FP4GEMM_TRY(check_buffer("row_of_pair", args->row_of_pair, num_slots, sizeof(int32_t)));
   FP4GEMM_TRY(check_buffer("status", args->status, 2, sizeof(int32_t)));
-  int64_t const needed = workspace_of(*args);
-  if (static_cast<int64_t>(workspace_bytes) < needed || (workspace == nullptr && needed > 0) ||
-      !is_aligned(workspace, Rules::kPointerBytes)) {
-    return fail(FP4GEMM_ERROR_WORKSPACE, "workspace: has %lld bytes at %p, must have %lld, %d-byte aligned",
-                ll(static_cast<int64_t>(workspace_bytes)), workspace, ll(needed), Rules::kPointerBytes);
-  }
+  FP4GEMM_TRY(check_workspace(workspace, workspace_bytes, static_cast<size_t>(workspace_of(*args)),
+                              Rules::kPointerBytes));
   return on_device(device, [&](DeviceProperties const& properties) {
     return launch_route_ranks(*args, properties, workspace, stream);
   });
