@@ -13,8 +13,9 @@ from fp4gemm import _native, activations
 SUCCESS, INVALID_ARGUMENT, NOT_SUPPORTED, WORKSPACE, CUDA = range(5)
 BF16, FP16, FP32 = range(3)
 DTYPES = {torch.bfloat16: BF16, torch.float16: FP16, torch.float32: FP32}
-FORMAT_NVFP4, FORMAT_FP16, FORMAT_BF16, FORMAT_PREPACKED, FORMAT_FP32 = range(5)
-QUANTIZE_A_NONE, QUANTIZE_A_ROW, QUANTIZE_A_TENSOR = range(3)
+FORMAT_NVFP4, FORMAT_FP16, FORMAT_BF16, FORMAT_PREPACKED, FORMAT_FP32, FORMAT_E4M3 = range(6)
+FORMAT_PREPACKED_FP8 = 6
+QUANTIZE_A_NONE, QUANTIZE_A_ROW, QUANTIZE_A_TENSOR, QUANTIZE_A_FP8 = range(4)
 SCALING_TENSOR, SCALING_ROW = range(2)
 RAGGED_M, RAGGED_K = range(2)
 ACTIVATIONS = {activation.name: activation.number for activation in activations.ACTIVATIONS}
@@ -179,6 +180,49 @@ class CombineArgs(Args):
     _defaults_: ClassVar[dict[str, object]] = {"top_k": 1, "weights_dtype": FP32}
 
 
+class ExpertWeights(ctypes.Structure):
+    _fields_ = [
+        ("n", c_int64),
+        ("operand", Operand),
+        ("is_constant", c_int),
+        ("e4m3_max", c_int),
+        ("scaling", c_int),
+        ("amax", c_void_p),
+        ("bias", c_void_p),
+    ]
+
+
+class ExpertsArgs(Args):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("num_tokens", c_int64),
+        ("top_k", c_int),
+        ("num_experts", c_int),
+        ("d", c_int64),
+        ("x", c_void_p),
+        ("x_dtype", c_int),
+        ("topk_ids", c_void_p),
+        ("ids_are_64_bits", c_int),
+        ("topk_weights", c_void_p),
+        ("weights_dtype", c_int),
+        ("w13", ExpertWeights),
+        ("w2", ExpertWeights),
+        ("activation", c_int),
+        ("quantize_a", c_int),
+        ("batch_invariant", c_int),
+        ("use_fast_accum", c_int),
+        ("out", c_void_p),
+    ]
+    _defaults_: ClassVar[dict[str, object]] = {
+        "top_k": 1,
+        "weights_dtype": FP32,
+        "w13": ExpertWeights(e4m3_max=448, scaling=SCALING_ROW),
+        "w2": ExpertWeights(e4m3_max=448, scaling=SCALING_ROW),
+        "activation": ACTIVATIONS["swiglu"],
+        "quantize_a": QUANTIZE_A_ROW,
+    }
+
+
 class ArchitectureInfo(ctypes.Structure):
     _fields_ = [("arch", c_int), ("devices", c_char_p), ("is_executed", c_int)]
 
@@ -225,6 +269,8 @@ def declare(library: ctypes.CDLL) -> ctypes.CDLL:
     library.fp4gemm_route_workspace_bytes.argtypes = [POINTER(RouteArgs), POINTER(c_size_t)]
     library.fp4gemm_route.argtypes = [POINTER(RouteArgs), c_void_p, c_size_t, c_int, c_void_p]
     library.fp4gemm_combine.argtypes = [POINTER(CombineArgs), c_int, c_void_p]
+    library.fp4gemm_experts_workspace_bytes.argtypes = [POINTER(ExpertsArgs), c_int, POINTER(c_size_t)]
+    library.fp4gemm_experts.argtypes = [POINTER(ExpertsArgs), c_void_p, c_size_t, c_int, c_void_p]
     zero = [c_int64, c_int64, c_void_p, c_void_p, c_int, c_int, c_void_p]
     library.fp4gemm_zero_outside_groups.argtypes = zero
     library.fp4gemm_activation_info.argtypes = [c_int, POINTER(ActivationInfo)]
