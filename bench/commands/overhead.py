@@ -20,6 +20,7 @@ from ..measure.timing import time_host
 M, N, K, EXPERTS = 16, 512, 512, 8
 CPU_SIZES = (2, 32, 32, 2)
 _LINEAR = operators.below_wrapper(operators.linear)
+TOP_K = 2  # experts of a token
 
 
 def jobs(args: argparse.Namespace, harness: Harness) -> list[Job]:
@@ -64,6 +65,7 @@ def _calls(harness: Harness) -> dict[str, Call]:
     if "prepacked" in harness.operands:
         made |= _prepacked(x, b)
     made["linear's operator"] = partial(_operator, x, fp4gemm.prepack(b) if harness.streams_prepacked else b)
+    made["experts' operator"] = _experts(harness, gen, x, n)
     made["nn.Linear"] = lambda: ours(x)
     if "prepacked" in harness.operands:
         made["nn.Linear, W4A16"] = lambda: plain(x)
@@ -77,6 +79,28 @@ def _operator(x: torch.Tensor, w: fp4gemm.NVFP4Tensor | fp4gemm.PrepackedTensor)
     if isinstance(w, fp4gemm.NVFP4Tensor):
         return _LINEAR(x, w.codes, w.scales, w.amax)  # type: ignore[no-any-return]
     return _LINEAR(x, w.data, None, w.amax, None, w.shape[0])  # type: ignore[no-any-return]
+
+
+def _experts(harness: Harness, gen: torch.Generator, x: torch.Tensor, n: int) -> Call:
+    """The operator experts: x is (m, k), and each expert has n columns between its products."""
+    m, k = x.shape
+    experts = EXPERTS if harness.is_cuda else CPU_SIZES[-1]
+    ids = torch.rand(m, experts, generator=gen, device=harness.device).argsort(1)[:, :TOP_K].contiguous()
+    parts: dict[str, Any] = {
+        "x": x,
+        "topk_ids": ids,
+        "topk_weights": torch.ones(m, TOP_K, device=harness.device),
+    }
+    for name, w in (
+        ("w13", fp4gemm.quantize(harness.gaussian(gen, experts, 2 * n, k))),
+        ("w2", fp4gemm.quantize(harness.gaussian(gen, experts, k, n))),
+    ):
+        packed = fp4gemm.prepack(w) if harness.streams_prepacked else None
+        parts[name] = w.codes if packed is None else packed.data
+        parts[f"{name}_scales"] = w.scales if packed is None else None
+        parts[f"{name}_amax"], parts[f"{name}_bias"] = w.amax, None
+        parts[f"{name}_rows"] = 0 if packed is None else w.shape[1]
+    return partial(torch.ops.fp4gemm.experts, **parts)
 
 
 def _prepacked(x: Any, b: fp4gemm.NVFP4Tensor) -> dict[str, Call]:
