@@ -11,7 +11,7 @@ import fp4gemm
 import pytest
 import torch
 from calls import Memory, check, parts_out, rows_in
-from experts_cases import block_of
+from experts_cases import block_of, c_arguments
 from fp4gemm import reference
 from fp4gemm.records import record_bytes
 from helpers import make, short
@@ -139,26 +139,12 @@ def test_experts(session: Session, dtype: torch.dtype, size: tuple[int, ...]) ->
     gen = torch.Generator().manual_seed(t)
     block = block_of(*size, torch.device("cpu"), gen, dtype=dtype, bias=True, ids=ids_of(t, top_k, experts))
     if dtype is torch.float16:
-        block = block._replace(
-            w2=fp4gemm.quantize(torch.randn(experts, d, n, generator=gen), scaling="tensor")
-        )
+        w2 = fp4gemm.quantize(torch.randn(experts, d, n, generator=gen), scaling="tensor")
+        block = block._replace(w2=w2)
     want = reference.experts(**block.arguments())
 
-    def weights(memory: Memory, weight: fp4gemm.NVFP4Tensor, bias: Tensor) -> capi.ExpertWeights:
-        amax = weight.amax.reshape(experts, -1)
-        scaling = capi.SCALING_TENSOR if amax.shape[1] == 1 else capi.SCALING_ROW
-        operand = capi.Operand(memory.put(weight.codes), memory.put(weight.scales))
-        parts = capi.ExpertWeights(weight.shape[1], operand, 0, weight.e4m3_max, scaling)
-        parts.amax, parts.bias = memory.put(amax), memory.put(bias)
-        return parts
-
     def build(memory: Memory) -> tuple[object, ...]:
-        args = capi.ExpertsArgs(num_tokens=t, top_k=top_k, num_experts=experts, d=d)
-        args.x, args.x_dtype = memory.put(block.x), capi.DTYPES[dtype]
-        args.topk_ids, args.ids_are_64_bits = memory.put(block.ids), 1
-        args.topk_weights = memory.put(block.weights)
-        args.w13 = weights(memory, block.w13, block.bias13)
-        args.w2 = weights(memory, block.w2, block.bias2)
+        args = c_arguments(block, memory.put)
         args.out = memory.out("out", want)
         num_bytes = ctypes.c_size_t()
         assert session.library.fp4gemm_experts_workspace_bytes(args, 0, num_bytes) == capi.SUCCESS

@@ -21,7 +21,9 @@ from capi import (
     Vector,
     core,
 )
+from experts_cases import block_of, c_arguments, random_ids
 from fp4gemm import kernel_table, reference
+from helpers import assert_bits
 
 try:
     from cuda.bindings import runtime
@@ -47,9 +49,12 @@ class Device:
 
     def put(self, tensor: torch.Tensor) -> int:
         pointer = self.empty(tensor.nbytes)
+        self.set(pointer, tensor)
+        return pointer
+
+    def set(self, pointer: int, tensor: torch.Tensor) -> None:
         kind = runtime.cudaMemcpyKind.cudaMemcpyHostToDevice
         self.check(runtime.cudaMemcpy(pointer, tensor.data_ptr(), tensor.nbytes, kind))
-        return pointer
 
     def get(self, pointer: int, like: torch.Tensor) -> torch.Tensor:
         result = torch.empty_like(like)
@@ -129,6 +134,44 @@ def test_quantize_and_multiply(gpu: Device) -> None:
         workspace = gpu.empty(num_bytes.value)
         succeed(library.fp4gemm_gemm(ctypes.byref(dense), ctypes.c_void_p(workspace), num_bytes, 0, None))
         assert torch.equal(gpu.get(d, want), want), (m, n, k)
+
+
+def test_experts(gpu: Device) -> None:
+    """A block of experts in a workspace that is poisoned and exactly as large as asked for; then the graph of
+    the call, replayed with other tokens and other experts."""
+    library = core()
+    gen = torch.Generator().manual_seed(0)
+    hopper = kernel_table.kernel_arch(0) == 90
+    for activation, dtype in ((4, torch.bfloat16), (5, torch.float16), (4, torch.float32)):
+        block = block_of(37, 3, 6, 128, 96, torch.device("cpu"), gen, activation, dtype=dtype, bias=True)
+        other = block._replace(x=block.x.flip(0).contiguous(), ids=random_ids(37, 3, 6, gen))
+        for prepacked in (False, True) if hopper else (False,):
+            args = c_arguments(
+                block, lambda part: None if part is None else gpu.put(part), prepacked=prepacked
+            )
+            num_bytes, out = ctypes.c_size_t(0), torch.empty_like(block.x)
+            args.out = gpu.empty(out.nbytes)
+            succeed(library.fp4gemm_experts_workspace_bytes(args, 0, num_bytes))
+            workspace = gpu.empty(num_bytes.value)
+            size = num_bytes.value - 1
+            assert library.fp4gemm_experts(args, workspace, size, 0, None) == WORKSPACE
+            assert b"workspace: has" in library.fp4gemm_last_error()
+            succeed(library.fp4gemm_experts(args, workspace, num_bytes, 0, None))
+            assert_bits(
+                gpu.get(args.out, out), reference.experts(**block.arguments()), f"{dtype} {prepacked}"
+            )
+
+            stream = gpu.check(runtime.cudaStreamCreate())
+            mode = runtime.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
+            gpu.check(runtime.cudaStreamBeginCapture(stream, mode))
+            succeed(library.fp4gemm_experts(args, workspace, num_bytes, 0, ctypes.c_void_p(int(stream))))
+            graph = gpu.check(runtime.cudaStreamEndCapture(stream))
+            executable = gpu.check(runtime.cudaGraphInstantiate(graph, 0))
+            gpu.set(args.x, other.x)
+            gpu.set(args.topk_ids, other.ids)
+            gpu.check(runtime.cudaGraphLaunch(executable, stream))
+            gpu.check(runtime.cudaStreamSynchronize(stream))
+            assert_bits(gpu.get(args.out, out), reference.experts(**other.arguments()), f"graph {dtype}")
 
 
 # Values that earlier versions of the library used for a raised flag and for an open counter, and zero.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import capi
 import fp4gemm
 import torch
 from fp4gemm.activations import by_number
@@ -94,3 +96,46 @@ def by_public_functions(b: Block, quantizes: bool = True) -> Tensor:
 
     h = product(rows, b.w13, b.bias13, by_number[b.activation].name, hidden_dtype)
     return fp4gemm.combine(product(h, b.w2, b.bias2, None, b.x.dtype), routing.row_of_pair, b.weights)
+
+
+def c_arguments(block: Block, put: Callable[[Tensor | None], int | None], **more: Any) -> capi.ExpertsArgs:
+    """The arguments of fp4gemm_experts, except for `out`.
+
+    Args:
+        put: returns the address of a copy of a tensor in device memory, or None for None.
+        more: arguments of the operator that differ from those of the block.
+    """
+    given = block.arguments(**more)
+    t, top_k = block.ids.shape
+
+    def weights(name: str) -> capi.ExpertWeights:
+        data, scales, amax = (given[f"{name}{part}"] for part in ("", "_scales", "_amax"))
+        in_order = capi.FORMAT_PREPACKED_FP8 if data.dtype is torch.int8 else capi.FORMAT_PREPACKED
+        form = in_order if scales is None else capi.FORMAT_NVFP4
+        scaling = capi.SCALING_TENSOR if amax.shape[1] == 1 else capi.SCALING_ROW
+        return capi.ExpertWeights(
+            n=given[f"{name}_rows"] or data.shape[1],
+            operand=capi.Operand(put(data), put(scales), form),
+            is_constant=int(scales is None),
+            e4m3_max=given[f"{name}_e4m3_max"],
+            scaling=scaling,
+            amax=put(amax),
+            bias=put(given[f"{name}_bias"]),
+        )
+
+    return capi.ExpertsArgs(
+        num_tokens=t,
+        top_k=top_k,
+        num_experts=block.w13.shape[0],
+        d=block.x.shape[1],
+        x=put(block.x),
+        x_dtype=capi.DTYPES[block.x.dtype],
+        topk_ids=put(block.ids),
+        ids_are_64_bits=int(block.ids.dtype is torch.int64),
+        topk_weights=put(block.weights),
+        weights_dtype=capi.DTYPES[block.weights.dtype],
+        w13=weights("w13"),
+        w2=weights("w2"),
+        activation=block.activation,
+        quantize_a=given.get("scaling", capi.QUANTIZE_A_ROW),
+    )
