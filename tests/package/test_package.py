@@ -13,10 +13,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import fp4gemm
 import pytest
 
 REPO = Path(__file__).resolve().parents[2]
 CONSUMER = REPO / "cpp" / "tests" / "consumer"
+ON_A_GPU = ("use_gpu_c", "use_gpu_cpp", "use_experts_c")  # programs of the consumer
 SYSTEM_LIBRARIES = {
     "libstdc++",
     "libgcc_s",
@@ -48,8 +50,10 @@ def tool(name: str) -> str:
     return path
 
 
-def build(source: Path, into: Path, *defines: str, env: dict[str, str] | None = None) -> Path:
-    """Configures and builds a CMake project; returns its build folder."""
+def build(
+    source: Path, into: Path, *defines: str, env: dict[str, str] | None = None, target: str = "all"
+) -> Path:
+    """Configures a CMake project and builds a target of it; returns its build folder."""
     ninja = f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}"
     run(
         tool("cmake"),
@@ -64,7 +68,7 @@ def build(source: Path, into: Path, *defines: str, env: dict[str, str] | None = 
         *defines,
         env=env,
     )
-    run(tool("cmake"), "--build", into, env=env)
+    run(tool("cmake"), "--build", into, "--target", target, env=env)
     return into
 
 
@@ -82,6 +86,8 @@ def check_consumer(folder: Path) -> None:
     assert report.startswith(f"fp4gemm {importlib.metadata.version('fp4gemm')}, CUDA ")
     assert "invalid argument: k: is 4090, must be a" in report
     assert "9.0: " in run(folder / "use_cpp")
+    for program in ON_A_GPU:
+        assert (folder / program).is_file()
 
 
 @pytest.fixture(scope="module")
@@ -98,8 +104,25 @@ def package(cmake_dir: Path) -> Path:
 # ---- found and linked ----------------------------------------------------------------------------
 
 
-def test_consumer_of_installed_package(cmake_dir: Path, tmp_path: Path) -> None:
-    check_consumer(build(CONSUMER, tmp_path, f"-Dfp4gemm_DIR={cmake_dir}"))
+@pytest.fixture(scope="module")
+def consumer(cmake_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The build folder of a project that found the installed package."""
+    return build(CONSUMER, tmp_path_factory.mktemp("consumer"), f"-Dfp4gemm_DIR={cmake_dir}")
+
+
+def test_consumer_of_installed_package(consumer: Path) -> None:
+    check_consumer(consumer)
+
+
+@pytest.mark.parametrize("program", ON_A_GPU)
+def test_consumer_on_a_gpu(consumer: Path, program: str) -> None:
+    """The C and C++ programs compute on the GPU and compare with the host; without one they say why not."""
+    report = run(consumer / program).strip()
+    if report.startswith("skipped: "):
+        assert not fp4gemm.is_supported("cuda")
+        pytest.skip(report.removeprefix("skipped: "))
+    assert report
+    assert all(": 0 of " in line for line in report.splitlines()), report
 
 
 def test_consumer_of_moved_package(package: Path, tmp_path: Path) -> None:
@@ -121,12 +144,14 @@ def test_consumer_by_add_subdirectory(tmp_path: Path) -> None:
     check_consumer(build(CONSUMER, tmp_path, f"-DFP4GEMM_SOURCE_DIR={REPO}", *without_cuda()))
 
 
-def test_consumer_kernel_with_our_epilogue(cmake_dir: Path, tmp_path: Path) -> None:
-    """A user's own CUTLASS kernel compiles with the epilogue; on a Hopper GPU its results are checked."""
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["90a", "100f", "120f"])
+def test_consumer_kernel_with_our_epilogue(cmake_dir: Path, tmp_path: Path, arch: str) -> None:
+    """A user's own CUTLASS kernel compiles with the epilogue, and is run on a GPU that it serves."""
     cuda_from = os.environ.get("FP4GEMM_CUDA_FROM", "auto")
     options = [
         f"-DFP4GEMM_CUDA_FROM={cuda_from}",
-        "-DFP4GEMM_CUDA_ARCHS=90a",
+        f"-DFP4GEMM_CUDA_ARCHS={arch}",
         f"-DPython3_EXECUTABLE={sys.executable}",
     ]
     nvcc = run(tool("cmake"), *options, "-P", REPO / "cpp" / "cmake" / "find_nvcc.cmake").strip()
@@ -142,9 +167,11 @@ def test_consumer_kernel_with_our_epilogue(cmake_dir: Path, tmp_path: Path) -> N
         env |= {"CCACHE_DEPEND": "1", "CCACHE_NAMESPACE": "fp4gemm", "CCACHE_COMPILERCHECK": "content"}
         env |= {"CCACHE_NOHASHDIR": "1", "CMAKE_CUDA_COMPILER_LAUNCHER": ccache}
     defines = [f"-Dfp4gemm_DIR={cmake_dir}", "-DWITH_CUDA=ON", f"-DCMAKE_CUDA_COMPILER={nvcc}"]
-    built = build(CONSUMER, tmp_path, *defines, f"-DPython3_EXECUTABLE={sys.executable}", env=env)
-    report = run(built / "use_epilogue").strip()
-    assert report in {"no Hopper GPU; the kernel accepts the problem", "0 of 27200 elements are wrong"}
+    defines += [f"-DEPILOGUE_ARCHS={arch}", f"-DPython3_EXECUTABLE={sys.executable}"]
+    program = f"use_epilogue_{arch}"
+    report = run(build(CONSUMER, tmp_path, *defines, env=env, target=program) / program).strip()
+    absent = f"no GPU of architecture {arch[:-1]}; the kernel accepts the problem"
+    assert report in {absent, "0 of 27200 elements are wrong"}
 
 
 def test_missing_cutlass_is_explained(cmake_dir: Path, tmp_path: Path) -> None:

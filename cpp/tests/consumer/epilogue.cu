@@ -1,6 +1,6 @@
-// A bfloat16 SM90 GEMM of the user's own, with the row x column x alpha + bias epilogue of cutlass_evt.
-// Computes on a Hopper GPU and compares with the host; without one it only checks that the kernel accepts the
-// problem.
+// A GEMM of the user's own with the row x column x alpha + bias epilogue of cutlass_evt, for the architecture
+// EPILOGUE_ARCH: 90, 100 or 120. Computes on a GPU of that architecture and compares with the host; without
+// one it only checks that the kernel accepts the problem.
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -17,23 +17,51 @@
 
 namespace {
 
-using Element = cutlass::bfloat16_t;
+/// What differs between the architectures: the type of the operands, as CUTLASS has no bf16 kernels for
+/// SM120, and the tag and the schedules of CUTLASS.
+template <int kArch>
+struct Target;
+template <>
+struct Target<90> {
+  using Element = cutlass::bfloat16_t;
+  using Arch = cutlass::arch::Sm90;
+  using Mainloop = cutlass::gemm::KernelTmaWarpSpecializedCooperative;
+  using Epilogue = cutlass::epilogue::TmaWarpSpecializedCooperative;
+};
+template <>
+struct Target<100> {
+  using Element = cutlass::bfloat16_t;
+  using Arch = cutlass::arch::Sm100;
+  using Mainloop = cutlass::gemm::KernelTmaWarpSpecialized1SmSm100;
+  using Epilogue = cutlass::epilogue::TmaWarpSpecialized1Sm;
+};
+template <>
+struct Target<120> {
+  using Element = cutlass::float_e4m3_t;
+  using Arch = cutlass::arch::Sm120;
+  using Mainloop = cutlass::gemm::KernelTmaWarpSpecializedCooperative;
+  using Epilogue = cutlass::epilogue::TmaWarpSpecializedCooperative;
+};
+
+using Here = Target<EPILOGUE_ARCH>;
+using Element = Here::Element;
+constexpr int kAlignment = 16 / sizeof(Element);  // elements, 16 bytes
 using RowMajor = cutlass::layout::RowMajor;
 using ColumnMajor = cutlass::layout::ColumnMajor;
-using Tile = cutlass_evt::Tile<128, 128, 64>;
+using Tile = cutlass_evt::Tile<128, 128, 128 / sizeof(Element)>;
 using Cluster = cutlass_evt::Cluster<1, 1>;
 using Epilogue = cutlass_evt::epilogue::RowCol<float>;
 
 using CollectiveEpilogue = cutlass::epilogue::collective::CollectiveBuilder<
-    cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Tile, Cluster,
+    Here::Arch, cutlass::arch::OpClassTensorOp, Tile, Cluster,
     cutlass::epilogue::collective::EpilogueTileAuto, float, float, void, RowMajor, 4, float, RowMajor, 4,
-    cutlass::epilogue::TmaWarpSpecializedCooperative, cutlass_evt::Fusion<Epilogue>>::CollectiveOp;
+    Here::Epilogue, cutlass_evt::Fusion<Epilogue>>::CollectiveOp;
 using CollectiveMainloop = cutlass::gemm::collective::CollectiveBuilder<
-    cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Element, RowMajor, 8, Element, ColumnMajor, 8, float,
-    Tile, Cluster,
+    Here::Arch, cutlass::arch::OpClassTensorOp, Element, RowMajor, kAlignment, Element, ColumnMajor,
+    kAlignment, float, Tile, Cluster,
     cutlass::gemm::collective::StageCountAutoCarveout<static_cast<int>(
         sizeof(typename CollectiveEpilogue::SharedStorage))>,
-    cutlass::gemm::KernelTmaWarpSpecializedCooperative>::CollectiveOp;
+    Here::Mainloop>::CollectiveOp;
 using Gemm = cutlass::gemm::device::GemmUniversalAdapter<cutlass::gemm::kernel::GemmUniversal<
     cute::Shape<int, int, int, int>, CollectiveMainloop, CollectiveEpilogue>>;
 
@@ -65,8 +93,9 @@ std::vector<T> integers(int size, int range) {
 int main() {
   int devices = 0;
   cudaDeviceProp properties{};
-  bool const hopper = cudaGetDeviceCount(&devices) == cudaSuccess && devices > 0 &&
-                      cudaGetDeviceProperties(&properties, 0) == cudaSuccess && properties.major == 9;
+  bool const served = cudaGetDeviceCount(&devices) == cudaSuccess && devices > 0 &&
+                      cudaGetDeviceProperties(&properties, 0) == cudaSuccess &&
+                      properties.major == EPILOGUE_ARCH / 10;
 
   auto const a = integers<Element>(kM * kK, 3), b = integers<Element>(kN * kK, 2);
   auto const row = integers<float>(kM, 5), col = integers<float>(kN, 4), bias = integers<float>(kN, 9);
@@ -80,10 +109,11 @@ int main() {
   args.epilogue.dD = {kN, {}, {}};
   Epilogue::Arguments epilogue;
   epilogue.alpha = 0.5f;
-  if (!hopper) {
+  if (!served) {
     args.epilogue.thread = epilogue;
     bool const accepts = Gemm::can_implement(args) == cutlass::Status::kSuccess;
-    std::printf("no Hopper GPU; the kernel %s the problem\n", accepts ? "accepts" : "refuses");
+    std::printf("no GPU of architecture %d; the kernel %s the problem\n", EPILOGUE_ARCH,
+                accepts ? "accepts" : "refuses");
     return accepts ? 0 : 1;
   }
 
