@@ -51,7 +51,7 @@ def items(text: str) -> Iterator[Item]:
         r"/\* ---- (?P<section>.+?) ---- \*/"
         r"|(?P<comment>/\*.*?\*/)"
         r"|(?P<type>typedef (?:struct|enum) \w+ \{.*?\n?\} \w+;|typedef [^{};]+;)"
-        r"|#define (?P<macro>FP4GEMM_\w+_INIT)\b"
+        r"|static inline \w+ \w+_init\(void\) \{(?P<defaults>.*?)\n\}\n#define (?P<macro>FP4GEMM_\w+_INIT)\b"
         r"|(?P<function>FP4GEMM_API [^;]+;)"
         r"|(?P<blank>\n\n)",
         re.DOTALL,
@@ -73,8 +73,11 @@ def items(text: str) -> Iterator[Item]:
             else:
                 found.append(Item("function", comment, declaration))
             comment = ""
+        elif kind == "macro":
+            found.append(Item("macro", match["defaults"], match["macro"]))
+            comment = ""
         else:
-            found.append(Item(kind, comment, whole.rstrip(";") if kind == "type" else match["macro"]))
+            found.append(Item(kind, comment, whole.rstrip(";")))
             comment = ""
     declared = set(re.findall(r"^FP4GEMM_API [\w\s*]*?\b(fp4gemm_\w+)\(", text, re.MULTILINE))
     held = {name for item in found for name in re.findall(r"(fp4gemm_\w+)\(", item.text)}
@@ -123,7 +126,7 @@ def rst(text: str) -> list[str]:
             lines += [f".. c:function:: {first}", *(f"                 {other}" for other in others), ""]
             lines += [f"   {line}" if line else "" for line in prose(item.comment)]
         elif item.kind == "macro":
-            lines += [f".. c:macro:: {item.text}", "", "   The default of every field.", ""]
+            lines += [f".. c:macro:: {item.text}", "", f"   {defaults(item.comment)}", ""]
         else:
             name = re.findall(r"\w+", item.text)[-1]
             kind = re.match(r"typedef (struct|enum) \w+ \{", item.text)
@@ -132,6 +135,13 @@ def rst(text: str) -> list[str]:
             lines += ["", "   .. code-block:: c", "", *(f"      {line}" for line in item.text.splitlines())]
         lines.append("")
     return lines
+
+
+def defaults(body: str) -> str:
+    """A sentence with the defaults that the body of a function ..._init sets; struct_size is none of them."""
+    named = re.findall(r"\.(\w+) = ([^;]+);", body)
+    texts = [f"``{field} = {value}``" for field, value in named if field != "struct_size"]
+    return "Every field is 0" + (f", but {', '.join(texts)}." if texts else ".")
 
 
 def source_read(app: Sphinx, name: str, source: list[str]) -> None:

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import capi
+import capi_conversions
+import capi_ranks
+import capi_training
 import pytest
 from fp4gemm import _native
 
@@ -98,6 +103,53 @@ def test_numbers_are_those_of_the_header(enumerator: str, value: int) -> None:
     match = re.search(rf"\bFP4GEMM_{enumerator} = (\d+)", header())
     assert match is not None
     assert int(match.group(1)) == value
+
+
+def initialized() -> dict[str, type[ctypes.Structure]]:
+    """The structs with a size, by their names in C without the underscores."""
+    modules = (capi, capi_ranks, capi_conversions, capi_training)
+    values = [value for module in modules for value in vars(module).values() if isinstance(value, type)]
+    kinds = [kind for kind in values if issubclass(kind, capi.Args) and kind is not capi.Args]
+    return {f"fp4gemm{kind.__name__.lower()}": kind for kind in kinds}
+
+
+def plain(value: object) -> object:
+    """A field as numbers, to compare; of a pointer to pointers whether it is null."""
+    if isinstance(value, ctypes.Structure):
+        return [plain(getattr(value, name)) for name, *_ in value._fields_]
+    return bool(value) if isinstance(value, ctypes._Pointer) else value
+
+
+@pytest.mark.parametrize("language", ["c", "cpp"])
+def test_macros_set_what_the_structs_here_have(language: str, tmp_path: Path) -> None:
+    """Each _INIT macro compiles as C99 and as C++17 without a warning, and gives a struct its defaults."""
+    compiler, standard = {"c": ("cc", "-std=c99"), "cpp": ("c++", "-std=c++17")}[language]
+    if shutil.which(compiler) is None:
+        pytest.skip(f"no {compiler}")
+    names = re.findall(r"#define (\w+_ARGS)_INIT", header())
+    structs = initialized()
+    assert sorted(name.replace("_", "").lower() for name in names) == sorted(structs)
+    lines = [
+        "#include <stdio.h>",
+        *(f'#include "fp4gemm/{path.name}"' for path in HEADERS),
+        "int main(void) {",
+    ]
+    for name in names:
+        lines += [
+            f"  {name.lower()}_t const {name} = {name}_INIT;",
+            f"  fwrite(&{name}, sizeof({name}), 1, stdout);",
+        ]
+    source = tmp_path / f"macros.{language}"
+    source.write_text("\n".join([*lines, "  return 0;", "}", ""]))
+    command = [compiler, standard, "-Wall", "-Wextra", "-pedantic", "-Werror", f"-I{HEADERS[0].parents[1]}"]
+    subprocess.run([*command, source, "-o", tmp_path / "macros"], check=True)
+    bytes_of_all = subprocess.run([tmp_path / "macros"], check=True, capture_output=True).stdout
+    at = 0
+    for name in names:
+        struct = structs[name.replace("_", "").lower()]
+        assert plain(struct.from_buffer_copy(bytes_of_all, at)) == plain(struct()), name
+        at += ctypes.sizeof(struct)
+    assert at == len(bytes_of_all)
 
 
 @pytest.mark.parametrize(

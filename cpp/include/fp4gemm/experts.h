@@ -22,8 +22,15 @@ typedef struct fp4gemm_expert_weights {
   const float* amax;
   const float* bias; /* (num_experts, n), or NULL */
 } fp4gemm_expert_weights_t;
-#define FP4GEMM_EXPERT_WEIGHTS_INIT \
-  {0, {NULL, NULL, FP4GEMM_FORMAT_NVFP4}, 0, 448, FP4GEMM_SCALING_ROW, NULL, NULL}
+
+static inline fp4gemm_expert_weights_t fp4gemm_expert_weights_init(void) {
+  fp4gemm_expert_weights_t weights;
+  memset(&weights, 0, sizeof(weights));
+  weights.e4m3_max = 448;
+  weights.scaling = FP4GEMM_SCALING_ROW;
+  return weights;
+}
+#define FP4GEMM_EXPERT_WEIGHTS_INIT fp4gemm_expert_weights_init()
 
 typedef struct fp4gemm_experts_args {
   size_t struct_size;
@@ -47,25 +54,20 @@ typedef struct fp4gemm_experts_args {
   int use_fast_accum;
   void* out; /* out (t, d) of the type of x, contiguous, 16-byte aligned */
 } fp4gemm_experts_args_t;
-#define FP4GEMM_EXPERTS_ARGS_INIT  \
-  {sizeof(fp4gemm_experts_args_t), \
-   0,                              \
-   1,                              \
-   0,                              \
-   0,                              \
-   NULL,                           \
-   FP4GEMM_BF16,                   \
-   NULL,                           \
-   0,                              \
-   NULL,                           \
-   FP4GEMM_FP32,                   \
-   FP4GEMM_EXPERT_WEIGHTS_INIT,    \
-   FP4GEMM_EXPERT_WEIGHTS_INIT,    \
-   FP4GEMM_ACTIVATION_SWIGLU,      \
-   FP4GEMM_QUANTIZE_A_ROW,         \
-   0,                              \
-   0,                              \
-   NULL}
+
+static inline fp4gemm_experts_args_t fp4gemm_experts_args_init(void) {
+  fp4gemm_experts_args_t args;
+  memset(&args, 0, sizeof(args));
+  args.struct_size = sizeof(args);
+  args.top_k = 1;
+  args.weights_dtype = FP4GEMM_FP32;
+  args.w13 = fp4gemm_expert_weights_init();
+  args.w2 = fp4gemm_expert_weights_init();
+  args.activation = FP4GEMM_ACTIVATION_SWIGLU;
+  args.quantize_a = FP4GEMM_QUANTIZE_A_ROW;
+  return args;
+}
+#define FP4GEMM_EXPERTS_ARGS_INIT fp4gemm_experts_args_init()
 
 /* Bytes of workspace that fp4gemm_experts needs for these arguments on this device. Pointers are not used. */
 FP4GEMM_API fp4gemm_status_t fp4gemm_experts_workspace_bytes(const fp4gemm_experts_args_t* args, int device,

@@ -37,14 +37,16 @@
  *   or reads an environment variable; each may be captured in a CUDA graph. All are thread-safe.
  * - Every function that can fail returns a status. After a failure fp4gemm_last_error() returns one sentence
  *   for this thread that names the argument, the value it had and the value required.
- * - Argument structs begin with struct_size; initialize them with the FP4GEMM_*_INIT macros. A library whose
- *   struct has another size refuses the call. Before version 1.0 any minor version may change the structs.
+ * - Argument structs begin with struct_size; initialize them with the FP4GEMM_*_INIT macros, each of which
+ *   calls the function before it: every field that the function does not name is 0. A library whose struct
+ *   has another size refuses the call. Before version 1.0 any minor version may change the structs.
  */
 #ifndef FP4GEMM_FP4GEMM_H_
 #define FP4GEMM_FP4GEMM_H_
 
 #include <stddef.h>
 #include <stdint.h>
+#include <string.h>
 
 #define FP4GEMM_VERSION_MAJOR 0
 #define FP4GEMM_VERSION_MINOR 1
@@ -164,7 +166,13 @@ typedef struct fp4gemm_quantized {
                     aligned, the FP8 cast below. Only for `row` alone, with row scaling, an amax that is
                     computed, and the defaults of all options; columns is a multiple of 64 */
 } fp4gemm_quantized_t;
-#define FP4GEMM_QUANTIZED_INIT {NULL, NULL, NULL, NULL, FP4GEMM_HADAMARD_NONE, NULL, NULL}
+
+static inline fp4gemm_quantized_t fp4gemm_quantized_init(void) {
+  fp4gemm_quantized_t quantized;
+  memset(&quantized, 0, sizeof(quantized));
+  return quantized;
+}
+#define FP4GEMM_QUANTIZED_INIT fp4gemm_quantized_init()
 
 typedef struct fp4gemm_quantize_args {
   size_t struct_size;
@@ -190,27 +198,17 @@ typedef struct fp4gemm_quantize_args {
                             whose amax is computed, and the defaults of the options above */
   int64_t x_num_rows;    /* rows of x, with x_rows */
 } fp4gemm_quantize_args_t;
-#define FP4GEMM_QUANTIZE_ARGS_INIT  \
-  {sizeof(fp4gemm_quantize_args_t), \
-   0,                               \
-   0,                               \
-   NULL,                            \
-   0,                               \
-   FP4GEMM_BF16,                    \
-   FP4GEMM_SCALING_ROW,             \
-   FP4GEMM_QUANTIZED_INIT,          \
-   FP4GEMM_QUANTIZED_INIT,          \
-   1,                               \
-   FP4GEMM_ENCODE_TE,               \
-   FP4GEMM_FOUR_OVER_SIX_NONE,      \
-   0,                               \
-   448,                             \
-   0,                               \
-   NULL,                            \
-   NULL,                            \
-   0,                               \
-   NULL,                            \
-   0}
+
+static inline fp4gemm_quantize_args_t fp4gemm_quantize_args_init(void) {
+  fp4gemm_quantize_args_t args;
+  memset(&args, 0, sizeof(args));
+  args.struct_size = sizeof(args);
+  args.scaling = FP4GEMM_SCALING_ROW;
+  args.block_rows = 1;
+  args.e4m3_max = 448;
+  return args;
+}
+#define FP4GEMM_QUANTIZE_ARGS_INIT fp4gemm_quantize_args_init()
 
 /* NVFP4 quantization with the bits of TransformerEngine >= 2.14. With A the amax of the row or of the tensor,
  * a the amax of the block, and B = e4m3_max,
@@ -273,20 +271,14 @@ typedef struct fp4gemm_silu_and_mul_quantize_args {
   void* decoded; /* this and the following as in fp4gemm_quantized_t; at most one of them is given */
   uint8_t* fp8;
 } fp4gemm_silu_and_mul_quantize_args_t;
-#define FP4GEMM_SILU_AND_MUL_QUANTIZE_ARGS_INIT  \
-  {sizeof(fp4gemm_silu_and_mul_quantize_args_t), \
-   0,                                            \
-   0,                                            \
-   NULL,                                         \
-   0,                                            \
-   FP4GEMM_BF16,                                 \
-   NULL,                                         \
-   NULL,                                         \
-   NULL,                                         \
-   NULL,                                         \
-   0,                                            \
-   NULL,                                         \
-   NULL}
+
+static inline fp4gemm_silu_and_mul_quantize_args_t fp4gemm_silu_and_mul_quantize_args_init(void) {
+  fp4gemm_silu_and_mul_quantize_args_t args;
+  memset(&args, 0, sizeof(args));
+  args.struct_size = sizeof(args);
+  return args;
+}
+#define FP4GEMM_SILU_AND_MUL_QUANTIZE_ARGS_INIT fp4gemm_silu_and_mul_quantize_args_init()
 
 /* fp4gemm_quantize, with row scaling, of y = cast(cast(gate / (1 + exp(-gate))) * up); casts are to the type
  * of x. */
@@ -310,22 +302,15 @@ typedef struct fp4gemm_rms_norm_quantize_args {
   void* decoded; /* this and the following as in fp4gemm_quantized_t; at most one of them is given */
   uint8_t* fp8;
 } fp4gemm_rms_norm_quantize_args_t;
-#define FP4GEMM_RMS_NORM_QUANTIZE_ARGS_INIT  \
-  {sizeof(fp4gemm_rms_norm_quantize_args_t), \
-   0,                                        \
-   0,                                        \
-   NULL,                                     \
-   0,                                        \
-   FP4GEMM_BF16,                             \
-   NULL,                                     \
-   NULL,                                     \
-   NULL,                                     \
-   1e-6f,                                    \
-   NULL,                                     \
-   NULL,                                     \
-   NULL,                                     \
-   NULL,                                     \
-   NULL}
+
+static inline fp4gemm_rms_norm_quantize_args_t fp4gemm_rms_norm_quantize_args_init(void) {
+  fp4gemm_rms_norm_quantize_args_t args;
+  memset(&args, 0, sizeof(args));
+  args.struct_size = sizeof(args);
+  args.epsilon = 1e-6f;
+  return args;
+}
+#define FP4GEMM_RMS_NORM_QUANTIZE_ARGS_INIT fp4gemm_rms_norm_quantize_args_init()
 
 /* fp4gemm_quantize, with row scaling, of y = cast(weight * cast(h * (1 / sqrt(mean(h^2) + epsilon)))) where
  * h = cast(x + residual). The sum of squares is an fp32 sum of pairwise halves: within each block of 16
@@ -347,20 +332,17 @@ typedef struct fp4gemm_dequantize_args {
   void* y; /* out (m, k) contiguous, 16-byte aligned */
   fp4gemm_dtype_t y_dtype;
 } fp4gemm_dequantize_args_t;
-#define FP4GEMM_DEQUANTIZE_ARGS_INIT  \
-  {sizeof(fp4gemm_dequantize_args_t), \
-   0,                                 \
-   0,                                 \
-   NULL,                              \
-   NULL,                              \
-   NULL,                              \
-   FP4GEMM_SCALING_ROW,               \
-   448,                               \
-   0,                                 \
-   NULL,                              \
-   0,                                 \
-   NULL,                              \
-   FP4GEMM_FP32}
+
+static inline fp4gemm_dequantize_args_t fp4gemm_dequantize_args_init(void) {
+  fp4gemm_dequantize_args_t args;
+  memset(&args, 0, sizeof(args));
+  args.struct_size = sizeof(args);
+  args.scaling = FP4GEMM_SCALING_ROW;
+  args.e4m3_max = 448;
+  args.y_dtype = FP4GEMM_FP32;
+  return args;
+}
+#define FP4GEMM_DEQUANTIZE_ARGS_INIT fp4gemm_dequantize_args_init()
 
 /* y = cast( q * ((s * amax) * (1 / (6 * e4m3_max))) ). Each operation rounds once to fp32. Rows outside of
  * all groups become zero. */
@@ -384,8 +366,14 @@ typedef struct fp4gemm_mxfp8_args {
                       (m, k/32) */
   int scales_are_compact;
 } fp4gemm_mxfp8_args_t;
-#define FP4GEMM_MXFP8_ARGS_INIT \
-  {sizeof(fp4gemm_mxfp8_args_t), 0, 0, NULL, 0, NULL, FP4GEMM_BF16, 0, FP4GEMM_E4M3, NULL, NULL, 0}
+
+static inline fp4gemm_mxfp8_args_t fp4gemm_mxfp8_args_init(void) {
+  fp4gemm_mxfp8_args_t args;
+  memset(&args, 0, sizeof(args));
+  args.struct_size = sizeof(args);
+  return args;
+}
+#define FP4GEMM_MXFP8_ARGS_INIT fp4gemm_mxfp8_args_init()
 
 /* MXFP8 quantization: scale = the least power of two >= max |x| / 448 (57344 for e5m2), value = fp8(x /
  * scale). The maximum ignores NaN, and a NaN element stays NaN; infinity saturates. */
@@ -565,36 +553,16 @@ typedef struct fp4gemm_gemm_args {
   const int32_t* a_rows;
   int64_t a_num_rows; /* 0 without a_rows */
 } fp4gemm_gemm_args_t;
-#define FP4GEMM_GEMM_ARGS_INIT         \
-  {sizeof(fp4gemm_gemm_args_t),        \
-   0,                                  \
-   0,                                  \
-   0,                                  \
-   0,                                  \
-   FP4GEMM_RAGGED_M,                   \
-   NULL,                               \
-   {NULL, NULL, FP4GEMM_FORMAT_NVFP4}, \
-   {NULL, NULL, FP4GEMM_FORMAT_NVFP4}, \
-   0,                                  \
-   {NULL, 0, 0},                       \
-   {NULL, 0, 0},                       \
-   1.0f,                               \
-   NULL,                               \
-   {NULL, 0, 0},                       \
-   FP4GEMM_ACTIVATION_NONE,            \
-   NULL,                               \
-   0,                                  \
-   1.0f,                               \
-   NULL,                               \
-   0,                                  \
-   FP4GEMM_BF16,                       \
-   0,                                  \
-   0,                                  \
-   NULL,                               \
-   FP4GEMM_QUANTIZE_A_NONE,            \
-   0,                                  \
-   NULL,                               \
-   0}
+
+static inline fp4gemm_gemm_args_t fp4gemm_gemm_args_init(void) {
+  fp4gemm_gemm_args_t args;
+  memset(&args, 0, sizeof(args));
+  args.struct_size = sizeof(args);
+  args.alpha = 1.0f;
+  args.beta = 1.0f;
+  return args;
+}
+#define FP4GEMM_GEMM_ARGS_INIT fp4gemm_gemm_args_init()
 
 /* Bytes of workspace that fp4gemm_gemm needs for these arguments on this device; 0 is a possible answer. The
  * data pointers are not used; only offs, c and a_rows must be null or not as in the call, and a grouped query
@@ -624,7 +592,15 @@ typedef struct fp4gemm_route_args {
   int32_t* token_of_row; /* out (t * top_k): the token of each row, -1 from offs[num_experts - 1] on */
   int32_t* row_of_pair;  /* out (t, top_k): the row of each slot, -1 for no expert */
 } fp4gemm_route_args_t;
-#define FP4GEMM_ROUTE_ARGS_INIT {sizeof(fp4gemm_route_args_t), 0, 1, 0, NULL, 0, NULL, NULL, NULL}
+
+static inline fp4gemm_route_args_t fp4gemm_route_args_init(void) {
+  fp4gemm_route_args_t args;
+  memset(&args, 0, sizeof(args));
+  args.struct_size = sizeof(args);
+  args.top_k = 1;
+  return args;
+}
+#define FP4GEMM_ROUTE_ARGS_INIT fp4gemm_route_args_init()
 
 /* Bytes of workspace that fp4gemm_route needs; 0 for a few thousand slots. The pointers are not used. */
 FP4GEMM_API fp4gemm_status_t fp4gemm_route_workspace_bytes(const fp4gemm_route_args_t* args, size_t* bytes);
@@ -650,19 +626,16 @@ typedef struct fp4gemm_combine_args {
   void* out; /* out (t, d) contiguous, 16-byte aligned */
   fp4gemm_dtype_t out_dtype;
 } fp4gemm_combine_args_t;
-#define FP4GEMM_COMBINE_ARGS_INIT  \
-  {sizeof(fp4gemm_combine_args_t), \
-   0,                              \
-   1,                              \
-   0,                              \
-   0,                              \
-   NULL,                           \
-   FP4GEMM_BF16,                   \
-   NULL,                           \
-   NULL,                           \
-   FP4GEMM_FP32,                   \
-   NULL,                           \
-   FP4GEMM_BF16}
+
+static inline fp4gemm_combine_args_t fp4gemm_combine_args_init(void) {
+  fp4gemm_combine_args_t args;
+  memset(&args, 0, sizeof(args));
+  args.struct_size = sizeof(args);
+  args.top_k = 1;
+  args.weights_dtype = FP4GEMM_FP32;
+  return args;
+}
+#define FP4GEMM_COMBINE_ARGS_INIT fp4gemm_combine_args_init()
 
 /* out[i] = cast(s) with s = 0 at first, and s = s + topk_weights[i,j] * y[row_of_pair[i,j]] for ascending j.
  * Each multiplication and addition rounds once to fp32. A slot whose row is outside of 0..num_rows - 1 is

@@ -29,19 +29,15 @@ typedef struct fp4gemm_quantize_records_args {
   int64_t first_row; /* at least 0: row i of x uses the random numbers of row first_row + i */
   void* records;     /* out (m, fp4gemm_record_bytes(k)), 16-byte aligned */
 } fp4gemm_quantize_records_args_t;
-#define FP4GEMM_QUANTIZE_RECORDS_ARGS_INIT  \
-  {sizeof(fp4gemm_quantize_records_args_t), \
-   0,                                       \
-   0,                                       \
-   NULL,                                    \
-   0,                                       \
-   FP4GEMM_BF16,                            \
-   FP4GEMM_FOUR_OVER_SIX_NONE,              \
-   0,                                       \
-   448,                                     \
-   NULL,                                    \
-   0,                                       \
-   NULL}
+
+static inline fp4gemm_quantize_records_args_t fp4gemm_quantize_records_args_init(void) {
+  fp4gemm_quantize_records_args_t args;
+  memset(&args, 0, sizeof(args));
+  args.struct_size = sizeof(args);
+  args.e4m3_max = 448;
+  return args;
+}
+#define FP4GEMM_QUANTIZE_RECORDS_ARGS_INIT fp4gemm_quantize_records_args_init()
 
 /* The records of the rows of x, as fp4gemm_quantize with row scaling and FP4GEMM_ENCODE_TE quantizes them.
  * Four over six excludes stochastic rounding. */
@@ -56,7 +52,14 @@ typedef struct fp4gemm_make_records_args {
   const float* amax;     /* (m) */
   void* records;         /* out (m, fp4gemm_record_bytes(k)), 16-byte aligned */
 } fp4gemm_make_records_args_t;
-#define FP4GEMM_MAKE_RECORDS_ARGS_INIT {sizeof(fp4gemm_make_records_args_t), 0, 0, NULL, NULL, NULL, NULL}
+
+static inline fp4gemm_make_records_args_t fp4gemm_make_records_args_init(void) {
+  fp4gemm_make_records_args_t args;
+  memset(&args, 0, sizeof(args));
+  args.struct_size = sizeof(args);
+  return args;
+}
+#define FP4GEMM_MAKE_RECORDS_ARGS_INIT fp4gemm_make_records_args_init()
 
 /* The records of rows that fp4gemm_quantize or a producer quantized with row scaling and without groups. */
 FP4GEMM_API fp4gemm_status_t fp4gemm_make_records(const fp4gemm_make_records_args_t* args, int device,
@@ -77,8 +80,15 @@ typedef struct fp4gemm_gather_records_args {
   uint8_t* scales; /* out, fp4gemm_grouped_scale_rows(m, num_groups) rows, swizzled with zero padding */
   float* amax;     /* out (m) */
 } fp4gemm_gather_records_args_t;
-#define FP4GEMM_GATHER_RECORDS_ARGS_INIT \
-  {sizeof(fp4gemm_gather_records_args_t), 0, 0, NULL, 1, 0, NULL, NULL, 0, NULL, NULL, NULL}
+
+static inline fp4gemm_gather_records_args_t fp4gemm_gather_records_args_init(void) {
+  fp4gemm_gather_records_args_t args;
+  memset(&args, 0, sizeof(args));
+  args.struct_size = sizeof(args);
+  args.num_buffers = 1;
+  return args;
+}
+#define FP4GEMM_GATHER_RECORDS_ARGS_INIT fp4gemm_gather_records_args_init()
 
 /* The rows of groups, from records: what fp4gemm_quantize with x_rows and offs makes of the tokens. Rows from
  * offs[num_groups - 1] on get codes and amax of zero. The ends are not checked, but no value of theirs makes
@@ -105,8 +115,17 @@ typedef struct fp4gemm_route_ranks_args {
   int32_t* status;       /* out (2): the most rows that a rank needs; 1 if an id is outside of
                             -1..num_experts - 1, else 0 */
 } fp4gemm_route_ranks_args_t;
-#define FP4GEMM_ROUTE_RANKS_ARGS_INIT \
-  {sizeof(fp4gemm_route_ranks_args_t), 0, 1, 0, 1, 0, 1, NULL, 0, NULL, NULL, NULL, NULL, NULL}
+
+static inline fp4gemm_route_ranks_args_t fp4gemm_route_ranks_args_init(void) {
+  fp4gemm_route_ranks_args_t args;
+  memset(&args, 0, sizeof(args));
+  args.struct_size = sizeof(args);
+  args.top_k = 1;
+  args.num_ranks = 1;
+  args.capacity = 1;
+  return args;
+}
+#define FP4GEMM_ROUTE_RANKS_ARGS_INIT fp4gemm_route_ranks_args_init()
 
 /* Bytes of workspace that fp4gemm_route_ranks needs; 0 for a few thousand slots. The pointers are not used.
  */
@@ -137,20 +156,17 @@ typedef struct fp4gemm_combine_ranks_args {
   void* out; /* out (t, d) contiguous, 16-byte aligned */
   fp4gemm_dtype_t out_dtype;
 } fp4gemm_combine_ranks_args_t;
-#define FP4GEMM_COMBINE_RANKS_ARGS_INIT  \
-  {sizeof(fp4gemm_combine_ranks_args_t), \
-   0,                                    \
-   1,                                    \
-   0,                                    \
-   NULL,                                 \
-   1,                                    \
-   0,                                    \
-   FP4GEMM_BF16,                         \
-   NULL,                                 \
-   NULL,                                 \
-   FP4GEMM_FP32,                         \
-   NULL,                                 \
-   FP4GEMM_BF16}
+
+static inline fp4gemm_combine_ranks_args_t fp4gemm_combine_ranks_args_init(void) {
+  fp4gemm_combine_ranks_args_t args;
+  memset(&args, 0, sizeof(args));
+  args.struct_size = sizeof(args);
+  args.top_k = 1;
+  args.num_buffers = 1;
+  args.weights_dtype = FP4GEMM_FP32;
+  return args;
+}
+#define FP4GEMM_COMBINE_RANKS_ARGS_INIT fp4gemm_combine_ranks_args_init()
 
 /* fp4gemm_combine of the rows of all buffers, with the numbers that fp4gemm_route_ranks gives them. */
 FP4GEMM_API fp4gemm_status_t fp4gemm_combine_ranks(const fp4gemm_combine_ranks_args_t* args, int device,
@@ -175,24 +191,18 @@ typedef struct fp4gemm_combine_part_args {
   void* part; /* out (num_tokens, d) contiguous, 16-byte aligned */
   fp4gemm_dtype_t part_dtype;
 } fp4gemm_combine_part_args_t;
-#define FP4GEMM_COMBINE_PART_ARGS_INIT  \
-  {sizeof(fp4gemm_combine_part_args_t), \
-   0,                                   \
-   1,                                   \
-   0,                                   \
-   1,                                   \
-   0,                                   \
-   0,                                   \
-   0,                                   \
-   NULL,                                \
-   FP4GEMM_BF16,                        \
-   NULL,                                \
-   0,                                   \
-   NULL,                                \
-   NULL,                                \
-   FP4GEMM_FP32,                        \
-   NULL,                                \
-   FP4GEMM_FP32}
+
+static inline fp4gemm_combine_part_args_t fp4gemm_combine_part_args_init(void) {
+  fp4gemm_combine_part_args_t args;
+  memset(&args, 0, sizeof(args));
+  args.struct_size = sizeof(args);
+  args.top_k = 1;
+  args.num_ranks = 1;
+  args.weights_dtype = FP4GEMM_FP32;
+  args.part_dtype = FP4GEMM_FP32;
+  return args;
+}
+#define FP4GEMM_COMBINE_PART_ARGS_INIT fp4gemm_combine_part_args_init()
 
 /* The experts are eight blocks of num_experts / 8. P(b, b + 1) = rnd(s), where s is the sum of
  * fp4gemm_combine over the slots whose expert is in block b, and P(b, b + 2 n) = rnd(P(b, b + n) +
@@ -217,8 +227,17 @@ typedef struct fp4gemm_combine_tree_args {
   void* out; /* out (t, d) contiguous, 16-byte aligned */
   fp4gemm_dtype_t out_dtype;
 } fp4gemm_combine_tree_args_t;
-#define FP4GEMM_COMBINE_TREE_ARGS_INIT \
-  {sizeof(fp4gemm_combine_tree_args_t), 0, 1, 0, 0, NULL, 1, FP4GEMM_FP32, NULL, 0, NULL, FP4GEMM_BF16}
+
+static inline fp4gemm_combine_tree_args_t fp4gemm_combine_tree_args_init(void) {
+  fp4gemm_combine_tree_args_t args;
+  memset(&args, 0, sizeof(args));
+  args.struct_size = sizeof(args);
+  args.top_k = 1;
+  args.num_ranks = 1;
+  args.part_dtype = FP4GEMM_FP32;
+  return args;
+}
+#define FP4GEMM_COMBINE_TREE_ARGS_INIT fp4gemm_combine_tree_args_init()
 
 /* out[i] = cast(P(0, 8)) of the parts: the same for 1, 2, 4 and 8 ranks. */
 FP4GEMM_API fp4gemm_status_t fp4gemm_combine_tree(const fp4gemm_combine_tree_args_t* args, int device,

@@ -25,22 +25,17 @@ typedef struct fp4gemm_quantize_searched_args {
   float* amax;             /* out: (m) for row scaling, else (1) */
   const float* amax_given; /* NULL, or in place of the computed one; amax may then be NULL */
 } fp4gemm_quantize_searched_args_t;
-#define FP4GEMM_QUANTIZE_SEARCHED_ARGS_INIT  \
-  {sizeof(fp4gemm_quantize_searched_args_t), \
-   0,                                        \
-   0,                                        \
-   NULL,                                     \
-   0,                                        \
-   FP4GEMM_BF16,                             \
-   FP4GEMM_SCALING_ROW,                      \
-   1,                                        \
-   256,                                      \
-   0,                                        \
-   NULL,                                     \
-   NULL,                                     \
-   NULL,                                     \
-   NULL,                                     \
-   NULL}
+
+static inline fp4gemm_quantize_searched_args_t fp4gemm_quantize_searched_args_init(void) {
+  fp4gemm_quantize_searched_args_t args;
+  memset(&args, 0, sizeof(args));
+  args.struct_size = sizeof(args);
+  args.scaling = FP4GEMM_SCALING_ROW;
+  args.block_rows = 1;
+  args.e4m3_max = 256;
+  return args;
+}
+#define FP4GEMM_QUANTIZE_SEARCHED_ARGS_INIT fp4gemm_quantize_searched_args_init()
 
 /* With the formulas of fp4gemm_quantize (FP4GEMM_ENCODE_TE), c the e4m3 code of the standard scale of a
  * block, A the amax of its row or tensor, h the importance and B = e4m3_max, each block uses the scale of the

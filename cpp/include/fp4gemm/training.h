@@ -25,8 +25,14 @@ typedef struct fp4gemm_swiglu_args {
   void* dup;       /* out (m, f), contiguous, 16-byte aligned */
   float* dweights; /* out (m); not written where weights is NULL */
 } fp4gemm_swiglu_args_t;
-#define FP4GEMM_SWIGLU_ARGS_INIT \
-  {sizeof(fp4gemm_swiglu_args_t), 0, 0, FP4GEMM_BF16, NULL, 0, NULL, 0, NULL, NULL, NULL, 0, NULL, NULL, NULL}
+
+static inline fp4gemm_swiglu_args_t fp4gemm_swiglu_args_init(void) {
+  fp4gemm_swiglu_args_t args;
+  memset(&args, 0, sizeof(args));
+  args.struct_size = sizeof(args);
+  return args;
+}
+#define FP4GEMM_SWIGLU_ARGS_INIT fp4gemm_swiglu_args_init()
 
 /* y = cast(fl(h * w)) with h = cast(fl(s * u)) and s = cast(silu(g)), for the elements g of gate and u of up
  * and the weight w of their row, where fl(.) is one fp32 operation and cast(.) rounds to dtype. silu(g) is

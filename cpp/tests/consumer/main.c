@@ -22,7 +22,7 @@ int main(void) {
     printf("%s\n", info.name);
   }
 
-  /* Each macro is a C initializer that sets struct_size. */
+  /* Each macro sets struct_size. */
   fp4gemm_quantize_args_t const quantize = FP4GEMM_QUANTIZE_ARGS_INIT;
   fp4gemm_silu_and_mul_quantize_args_t const silu = FP4GEMM_SILU_AND_MUL_QUANTIZE_ARGS_INIT;
   fp4gemm_rms_norm_quantize_args_t const norm = FP4GEMM_RMS_NORM_QUANTIZE_ARGS_INIT;
