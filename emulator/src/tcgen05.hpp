@@ -29,7 +29,10 @@ inline Descriptor unpack_descriptor(u64 bits) {
 /// The bytes of a row in the atom of 8 rows within which a layout permutes; 16 without a swizzle.
 inline u32 atom_row_bytes(u32 layout) { return layout == 2 ? 128 : layout == 4 ? 64 : layout == 6 ? 32 : 16; }
 
-/// The offset in shared memory of a byte of a row of a K-major matrix.
+/// The offset in shared memory of a byte of a row of a K-major matrix. A swizzle is a function of the
+/// address, as that of TMA is (tensormap.hpp), so that a matrix may start at any row of the pattern, which
+/// repeats after 8 rows of the atom. The base offset of a descriptor is for patterns that start elsewhere
+/// than at a multiple of that period, which TMA does not write.
 inline u32 descriptor_address(u64 bits, u32 row, u32 byte) {
   Descriptor const d = unpack_descriptor(bits);
   if (d.version != 1 || d.base_offset != 0 || d.leading_mode != 0) {
@@ -46,20 +49,13 @@ inline u32 descriptor_address(u64 bits, u32 row, u32 byte) {
   }
 }
 
-/// The bytes [first, second) of shared memory that the first `rows` rows of a matrix span.
+/// The bytes [first, second) of shared memory that the first `rows` rows of a matrix span. A swizzle permutes
+/// bytes within a row of the atom. A start within such a row is a step along k.
 inline std::pair<u32, u32> descriptor_bytes(u64 bits, u32 rows) {
   Descriptor const d = unpack_descriptor(bits);
-  u32 const atom = 8 * atom_row_bytes(d.layout);
-  u32 const low = d.layout == 0 ? d.start : d.start & ~(atom - 1);
-  // A start within the first row of the atom is a step along k. One beyond it needs the base offset, which is
-  // not modelled.
-  if (d.layout != 0 && d.start - low >= atom_row_bytes(d.layout)) {
-    fatal(
-        "matrix at %u of shared memory: its swizzle has a period of %u bytes, at a multiple of which it must "
-        "start",
-        d.start, atom);
-  }
-  return {low, low + ((rows + 7) / 8 - 1) * d.stride + atom};
+  u32 const row = atom_row_bytes(d.layout);
+  u32 const low = d.layout == 0 ? d.start : d.start & ~(row - 1);
+  return {low, low + ((rows + 7) / 8 - 1) * d.stride + 8 * row};
 }
 
 inline std::string describe_descriptor(u64 bits) {

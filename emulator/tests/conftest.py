@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import struct
 from pathlib import Path
@@ -9,6 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from ptxemu.emulator import Emulator
+
+_U16, _SWIZZLES = 1, {"none": 0, "32B": 1, "64B": 2, "128B": 3}  # CUtensorMapDataType, CUtensorMapSwizzle
 
 
 class Bench:
@@ -29,9 +32,13 @@ class Bench:
             self.emulator.unload()
         self.emulator.load(path)
 
-    def kernel(self, body: str, *pointers: str, declarations: str = "") -> None:
-        """Loads a kernel `k` whose parameters are pointers, in 64-bit registers of these names."""
-        parameters = ", ".join(f".param .u64 k_{name}" for name in pointers)
+    def kernel(self, body: str, *pointers: str, declarations: str = "", tensor_map: bool = False) -> None:
+        """Loads a kernel `k` whose parameters are pointers, in 64-bit registers of these names.
+
+        tensor_map: the first parameter is a tensor map, `k_map`.
+        """
+        before = [".param .align 64 .b8 k_map[128]"] if tensor_map else []
+        parameters = ", ".join(before + [f".param .u64 k_{name}" for name in pointers])
         loads = "\n".join(f"ld.param.u64 %{name}, [k_{name}];" for name in pointers)
         registers = "".join(f".reg .b64 %{name};\n" for name in pointers)
         self.load(
@@ -40,10 +47,28 @@ class Bench:
             f"{registers}{loads}\n{body}\nret;\n}}\n"
         )
 
-    def launch(self, *arrays, **options) -> None:
-        """Launches `k` with the pointers of the arrays and waits for it."""
-        self.emulator.launch("k", struct.pack(f"<{len(arrays)}Q", *(a.pointer for a in arrays)), **options)
+    def launch(self, *arrays, tensor_map: bytes = b"", **options) -> None:
+        """Launches `k` with its tensor map and the pointers of the arrays, and waits for it."""
+        pointers = struct.pack(f"<{len(arrays)}Q", *(a.pointer for a in arrays))
+        self.emulator.launch("k", tensor_map + pointers, **options)
         self.emulator.synchronize()
+
+    def tensor_map(
+        self, array, rows: int, columns: int, box: tuple[int, int], swizzle: str, row_bytes: int | None = None
+    ) -> bytes:
+        """The tensor map of a (rows, columns) matrix of 16-bit elements.
+
+        box: (rows, columns); row_bytes: the stride of the rows, without gaps by default.
+        """
+        memory = (ctypes.c_uint8 * 256)()
+        address = (ctypes.addressof(memory) + 63) // 64 * 64
+        encode = self.emulator._library.cuTensorMapEncodeTiled
+        sizes, strides = (ctypes.c_uint64 * 2)(columns, rows), (ctypes.c_uint64 * 1)(row_bytes or 2 * columns)
+        boxes, steps = (ctypes.c_uint32 * 2)(box[1], box[0]), (ctypes.c_uint32 * 2)(1, 1)
+        where, data = ctypes.c_void_p(address), ctypes.c_void_p(array.pointer)
+        status = encode(where, _U16, 2, data, sizes, strides, boxes, steps, 0, _SWIZZLES[swizzle], 0, 0)
+        assert status == 0, self.emulator.last_error()
+        return ctypes.string_at(address, 128)
 
     def lanes(self, code: str, inputs: list[np.ndarray], output) -> np.ndarray:
         """Executes `code` in one warp: %a0, %a1, ... are elements of the inputs, %out that of the result."""

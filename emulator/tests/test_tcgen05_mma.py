@@ -1,32 +1,43 @@
-"""tcgen05.mma of NVFP4 with scale factors that a kernel stores to tensor memory, against numpy."""
+"""tcgen05.mma of NVFP4 with scale factors that a kernel stores to tensor memory, against numpy.
+
+A lies in shared memory as threads store it, without a swizzle, or as TMA writes it, with one.
+"""
 
 from __future__ import annotations
 
 import numpy as np
+import pytest
+from ptxemu.emulator import EmulatorError
 
 _ROWS, _COLUMNS, _BLOCKS = 128, 8, 4  # of D; the scale factors of a row
 _ONES = 0x22  # two codes of 1.0
 
 # Matrices without a swizzle: 16 bytes of 8 rows are consecutive, the next 16 bytes of a row follow after 128
-# bytes and the next 8 rows after 256 bytes. All codes are 1.0, so that D is 16 times the sum over the blocks
-# of the products of scale factors.
+# bytes and the next 8 rows after 256 bytes. All codes are 1.0, except in an A that TMA has written: D is
+# 16 times the sum over the blocks of the products of scale factors.
 _DESCRIPTOR = 128 >> 4 << 16 | 256 >> 4 << 32 | 1 << 46
 _INSTRUCTION = _ROWS // 16 << 24 | _COLUMNS // 8 << 17 | 1 << 7 | 1 << 10  # e2m1, ue4m3
-_SHARED = """.shared .align 128 .b8 a[4096];
+_SHARED = """.shared .align 1024 .b8 a[20480];
+.shared .align 8 .b64 loaded;
 .shared .align 128 .b8 b[256];
 .shared .align 8 .b64 done;
 .shared .align 4 .b32 tmem;"""
-_BODY = f"""
+_HEAD = f"""
 mov.u32 %r60, %tid.x;
 and.b32 %r61, %r60, 31;
 shr.u32 %r62, %r60, 5;
-
-// the codes
+setp.eq.u32 %p3, %r60, 0;
 mov.u32 %r0, {_ONES * 0x01010101};
+"""
+# The codes of A at %r1, of which %d3 is the descriptor.
+_STORE_A = f"""
 mov.u32 %r1, a;
 mad.lo.u32 %r2, %r60, 32, %r1;
 st.shared.v4.u32 [%r2], {{%r0, %r0, %r0, %r0}};
 st.shared.v4.u32 [%r2+16], {{%r0, %r0, %r0, %r0}};
+mov.u64 %d3, {_DESCRIPTOR};
+"""
+_BODY = f"""
 mov.u32 %r3, b;
 setp.lt.u32 %p1, %r60, 16;
 mad.lo.u32 %r2, %r60, 16, %r3;
@@ -37,7 +48,6 @@ fence.proxy.async.shared::cta;
 setp.eq.u32 %p2, %r62, 0;
 mov.u32 %r4, tmem;
 mov.u32 %r5, done;
-setp.eq.u32 %p3, %r60, 0;
 @%p2 tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r4], 32;
 @%p3 mbarrier.init.shared.b64 [%r5], 1;
 bar.sync 0;
@@ -63,8 +73,8 @@ bar.sync 0;
 tcgen05.fence::after_thread_sync;
 
 shr.u32 %r20, %r1, 4;
-cvt.u64.u32 %d3, %r20;
-add.u64 %d3, %d3, {_DESCRIPTOR};
+cvt.u64.u32 %d4, %r20;
+add.u64 %d3, %d3, %d4;
 shr.u32 %r20, %r3, 4;
 cvt.u64.u32 %d4, %r20;
 add.u64 %d4, %d4, {_DESCRIPTOR};
@@ -93,7 +103,7 @@ bar.sync 0;
 def _multiply(bench, scale_a: np.ndarray, scale_b: np.ndarray) -> np.ndarray:
     padded = np.zeros((32, _BLOCKS), np.uint8)  # of B, a lane each
     padded[:_COLUMNS] = scale_b
-    bench.kernel(_BODY, "scale_a", "scale_b", "y", declarations=_SHARED)
+    bench.kernel(_HEAD + _STORE_A + _BODY, "scale_a", "scale_b", "y", declarations=_SHARED)
     y = bench.emulator.empty((_ROWS, _COLUMNS), np.float32)
     bench.launch(bench.emulator.upload(scale_a), bench.emulator.upload(padded), y, block=(128, 1, 1))
     assert not bench.emulator.hazards()
@@ -117,3 +127,57 @@ def test_the_sign_bit_of_a_scale_factor_is_ignored(bench):
     is_nan = np.isnan(_multiply(bench, signed_a, signed_b))
     assert is_nan[70].all()
     assert not np.delete(is_nan, 70, axis=0).any()
+
+
+def _load_a(start: int, row_bytes: int, k_byte: int, layout: int) -> str:
+    """PTX: TMA writes 128 rows at the byte `start` of a; the product begins at `k_byte` of each row."""
+    descriptor = 1 << 16 | 8 * row_bytes >> 4 << 32 | 1 << 46 | layout << 61
+    return f"""
+mov.u32 %r1, a;
+add.u32 %r1, %r1, {start};
+mov.u32 %r40, loaded;
+mov.u64 %d6, k_map;
+mov.u32 %r41, 0;
+@%p3 mbarrier.init.shared.b64 [%r40], 1;
+bar.sync 0;
+@%p3 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r40], {_ROWS * row_bytes};
+@%p3 cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes
+    [%r1], [%d6, {{%r41, %r41}}], [%r40];
+LOADED:
+mbarrier.try_wait.parity.shared.b64 %p6, [%r40], 0;
+@!%p6 bra LOADED;
+add.u32 %r1, %r1, {k_byte};
+mov.u64 %d3, 0x{descriptor:x};
+"""
+
+
+@pytest.mark.parametrize(
+    ("swizzle", "layout", "k_byte"), [("32B", 6, 0), ("64B", 4, 32), ("128B", 2, 0), ("128B", 2, 96)]
+)
+@pytest.mark.parametrize("start", [0, 128, 512, 896, 1024])
+def test_a_swizzled_matrix_may_start_at_any_row_of_the_pattern(bench, swizzle, layout, k_byte, start):
+    """The swizzle of TMA and that of the product are the same function of the address."""
+    row_bytes = int(swizzle[:-1])
+    a = np.random.default_rng(3).integers(0, 256, (_ROWS, row_bytes)).astype(np.uint8)
+    body = _HEAD + _load_a(start, row_bytes, k_byte, layout) + _BODY
+    bench.kernel(body, "scale_a", "scale_b", "y", declarations=_SHARED, tensor_map=True)
+    array, y = bench.emulator.upload(a), bench.emulator.empty((_ROWS, _COLUMNS), np.float32)
+    box = (_ROWS, row_bytes // 2)
+    ones = bench.emulator.upload(np.full((_ROWS, _BLOCKS), 0x38, np.uint8))
+    bench.launch(ones, ones, y, tensor_map=bench.tensor_map(array, *box, box, swizzle), block=(128, 1, 1))
+    assert not bench.emulator.hazards()
+    magnitudes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+    values = np.concatenate([magnitudes, -magnitudes])
+    read = a[:, k_byte : k_byte + 32]
+    sums = values[read & 15].sum(1) + values[read >> 4].sum(1)
+    np.testing.assert_array_equal(bench.emulator.download(y), np.repeat(sums[:, None], _COLUMNS, 1))
+
+
+def test_a_pattern_that_starts_elsewhere_is_not_modelled(bench):
+    """The base offset says where. TMA writes no such pattern."""
+    store = _STORE_A.replace(str(_DESCRIPTOR), str(_DESCRIPTOR | 4 << 49))
+    bench.kernel(_HEAD + store + _BODY, "scale_a", "scale_b", "y", declarations=_SHARED)
+    ones = bench.emulator.upload(np.full((_ROWS, _BLOCKS), 0x38, np.uint8))
+    y = bench.emulator.empty((_ROWS, _COLUMNS), np.float32)
+    with pytest.raises(EmulatorError, match="base offset 4, leading mode 0 are not modelled"):
+        bench.launch(ones, ones, y, block=(128, 1, 1))

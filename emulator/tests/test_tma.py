@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from ptxemu.emulator import EmulatorError
 
-_U16, _SWIZZLES = 1, {"none": 0, "32B": 1, "64B": 2, "128B": 3}
 _DECLARATIONS = ".extern .shared .align 1024 .b8 memory[];"
 _PARAMETERS = ".param .align 64 .b8 k_map[128], .param .u64 k_out, .param .u32 k_x, .param .u32 k_y"
 _HEAD = """
@@ -36,24 +35,6 @@ _STORE = """
     bar.warp.sync -1;
     @%p1 cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%d1, {%r1, %r2}], [%r3];
     @%p1 cp.async.bulk.commit_group; @%p1 cp.async.bulk.wait_group.read 0;"""
-
-
-def _tensor_map(
-    bench, array, rows: int, columns: int, box: tuple[int, int], swizzle: str, row_bytes: int | None = None
-) -> bytes:
-    """The tensor map of a (rows, columns) matrix of 16-bit elements.
-
-    box: (rows, columns); row_bytes: the stride of the rows, without gaps by default.
-    """
-    memory = (ctypes.c_uint8 * 256)()
-    address = (ctypes.addressof(memory) + 63) // 64 * 64
-    encode = bench.emulator._library.cuTensorMapEncodeTiled
-    sizes, strides = (ctypes.c_uint64 * 2)(columns, rows), (ctypes.c_uint64 * 1)(row_bytes or 2 * columns)
-    boxes, steps = (ctypes.c_uint32 * 2)(box[1], box[0]), (ctypes.c_uint32 * 2)(1, 1)
-    where, data = ctypes.c_void_p(address), ctypes.c_void_p(array.pointer)
-    status = encode(where, _U16, 2, data, sizes, strides, boxes, steps, 0, _SWIZZLES[swizzle], 0, 0)
-    assert status == 0, bench.emulator.last_error()
-    return ctypes.string_at(address, 128)
 
 
 def _with_bit_85(tensor_map: bytes, value: int) -> bytes:
@@ -96,7 +77,7 @@ def test_load(bench, swizzle, columns, x, y, mode):
     padded[64:100, 64:168] = matrix
     expected = np.ascontiguousarray(padded[64 + y : 64 + y + rows, 64 + x : 64 + x + columns])
     array, out = bench.emulator.upload(matrix), bench.emulator.empty(512, np.uint32)
-    tensor_map = _tensor_map(bench, array, 36, 104, (rows, columns), swizzle)
+    tensor_map = bench.tensor_map(array, 36, 104, (rows, columns), swizzle)
     _launch(bench, _INIT + _LOAD + _WAIT + _COPY_OUT, tensor_map, out, x, y)
     np.testing.assert_array_equal(bench.emulator.download(out), _swizzled(expected, swizzle))
     assert bench.emulator.num_hazards() == 0, bench.emulator.hazards()
@@ -106,7 +87,7 @@ def test_load(bench, swizzle, columns, x, y, mode):
 def test_store(bench, x, y):
     """A store writes no element outside of the matrix."""
     array = bench.emulator.upload(np.zeros((36, 104), np.uint16))
-    tensor_map = _tensor_map(bench, array, 36, 104, (16, 64), "128B")
+    tensor_map = bench.tensor_map(array, 36, 104, (16, 64), "128B")
     _launch(bench, _FILL + "fence.proxy.async.shared::cta;" + _STORE, tensor_map, array, x, y)
     units = np.arange(512, dtype=np.uint32).view(np.uint8).reshape(-1, 16)
     index = np.arange(128)
@@ -120,7 +101,7 @@ def test_store(bench, x, y):
 def _hazards(bench, body: str, mode: str = "lazy") -> str:
     bench.emulator.configure(mode=mode)
     array = bench.emulator.upload(np.ones((16, 64), np.uint16))
-    tensor_map = _tensor_map(bench, array, 16, 64, (16, 64), "128B")
+    tensor_map = bench.tensor_map(array, 16, 64, (16, 64), "128B")
     _launch(bench, body, tensor_map, bench.emulator.empty(2048))
     return bench.emulator.hazards()
 
@@ -178,7 +159,7 @@ def test_faulty_driver(bench, rows, row_bytes, is_exposed):
     body = _INIT + _LOAD + _WAIT + _COPY_OUT
 
     def encode() -> bytes:
-        return _tensor_map(bench, array, rows, 64, (16, 64), "none", row_bytes)
+        return bench.tensor_map(array, rows, 64, (16, 64), "none", row_bytes)
 
     def check(tensor_map: bytes) -> None:
         out.poison()
