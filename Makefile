@@ -12,10 +12,14 @@ ARCHS ?= all
 DEMO_ARCHS ?= native
 # Where nvcc comes from: system (the machine), wheel (PyPI) or auto (the machine, else PyPI).
 CUDA_FROM ?= auto
-# A CUTLASS checkout in place of the wheel of requirements/cutlass.txt.
+# A CUTLASS checkout in place of the headers that requirements/cutlass.txt names.
 CUTLASS_DIR ?=
 PYTEST_ARGS ?=
 RELEASE_PYTHONS ?=
+
+# CMake reads it from the environment too, in the tests that build a program of their own.
+override CUTLASS_DIR := $(abspath $(CUTLASS_DIR))
+export CUTLASS_DIR
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -77,16 +81,11 @@ test-emulated: $(STAMPS)/installed-test $(STAMPS)/test ## Calibrate the PTX emul
 	$(call say,emulator: every Blackwell kernel); \
 	$(BIN)/python -m pytest -n 2 tests/emulated
 
-# The wheel is only unpacked. It has CUTLASS's headers without the examples, so that nothing calibrates the emulator.
-NEWER_CUTLASS := build/cutlass-newer
-$(NEWER_CUTLASS)/unpacked: $(REQ)/cutlass-newer.txt | $(STAMPS)/venv
-	@$(call say,$< into $(NEWER_CUTLASS))
-	@rm -rf $(NEWER_CUTLASS) && $(INSTALL) --no-deps --target $(NEWER_CUTLASS) -r $<
-	@touch $@
-
-.PHONY: test-newer-cutlass
-test-newer-cutlass: $(NEWER_CUTLASS)/unpacked ## `make test` with the CUTLASS of requirements/cutlass-newer.txt, in place of 4.2
-	@$(MAKE) --no-print-directory test CUTLASS_DIR=$(NEWER_CUTLASS)/flashinfer/data/cutlass
+.PHONY: test-oldest-cutlass
+test-oldest-cutlass: $(STAMPS)/build ## `make test` with the CUTLASS of requirements/cutlass-oldest.txt
+	@$(INSTALL) --no-deps -r $(REQ)/cutlass-oldest.txt
+	@$(MAKE) --no-print-directory test \
+	  CUTLASS_DIR="$$($(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/cutlass_library/source"
 
 # The producers lie in an environment of their own, so that none of them gets into .venv.
 .PHONY: test-oracles
@@ -204,19 +203,20 @@ $(OLDEST)/installed: $(REQ)/transformers-oldest.txt $(STAMPS)/demo
 	@rm -rf $(OLDEST) && $(INSTALL) --no-deps --target $(OLDEST) -r $<
 	@touch $@
 
-# $(call toolchain,ARCHS): installs CUTLASS if kernels are built, and nvcc's wheels if there is no toolkit to build them.
+# $(call toolchain,ARCHS): fetches CUTLASS if kernels are built, and nvcc's wheels if there is no toolkit to build them.
 define toolchain
 nvcc=$$($(BIN)/cmake -DPython3_EXECUTABLE=$(BIN)/python "-DFP4GEMM_CUDA_ARCHS=$(1)" -DFP4GEMM_CUDA_FROM=$(CUDA_FROM) \
 	  -P cpp/cmake/find_nvcc.cmake) || exit 1; \
 	if [ "$$nvcc" = missing ]; then $(call say,no CUDA toolkit: nvcc from its wheels (requirements/cuda.txt)); \
 	  $(INSTALL) -r $(REQ)/cuda.txt || exit 1; fi; \
-	if [ "$$nvcc" != unneeded ]; then $(INSTALL) --no-deps -r $(REQ)/cutlass.txt || exit 1; fi
+	if [ "$$nvcc" != unneeded ]; then $(INSTALL) --no-deps -r $(REQ)/cutlass-oldest.txt || exit 1; \
+	  if [ -z "$(CUTLASS_DIR)" ]; then $(BIN)/python cpp/cmake/unpack_cutlass.py || exit 1; fi; fi
 endef
 
 # $(call configured,FOLDER,ARCHS): records the options of a build in a file that becomes newer than the stamps when they
 # change. A compiler or a CUTLASS from another place needs a fresh CMake cache.
 define configured
-new='$(2) | $(CUDA_FROM) $(abspath $(CUTLASS_DIR))'; old=$$(cat $@ 2>/dev/null || true); \
+new='$(2) | $(CUDA_FROM) $(CUTLASS_DIR)'; old=$$(cat $@ 2>/dev/null || true); \
 	if [ "$$new" != "$$old" ]; then \
 	  if [ "$${new##*|}" != "$${old##*|}" ]; then rm -rf build/$(1)/CMakeCache.txt build/$(1)/CMakeFiles; fi; \
 	  echo "$$new" > $@; fi
@@ -229,11 +229,11 @@ $(STAMPS)/configured-test: FORCE | $(STAMPS)/venv
 $(STAMPS)/configured-demo: FORCE | $(STAMPS)/venv
 	@$(call configured,demo,$(DEMO_ARCHS))
 
-$(STAMPS)/toolchain-test: $(REQ)/cuda.txt $(REQ)/cutlass.txt $(STAMPS)/build $(STAMPS)/configured-test
+$(STAMPS)/toolchain-test: $(REQ)/cuda.txt $(REQ)/cutlass.txt $(REQ)/cutlass-oldest.txt $(STAMPS)/build $(STAMPS)/configured-test
 	@$(call toolchain,$(ARCHS))
 	@touch $@
 
-$(STAMPS)/toolchain-demo: $(REQ)/cuda.txt $(REQ)/cutlass.txt $(STAMPS)/build $(STAMPS)/configured-demo
+$(STAMPS)/toolchain-demo: $(REQ)/cuda.txt $(REQ)/cutlass.txt $(REQ)/cutlass-oldest.txt $(STAMPS)/build $(STAMPS)/configured-demo
 	@$(call toolchain,$(DEMO_ARCHS))
 	@touch $@
 
@@ -242,7 +242,7 @@ $(STAMPS)/toolchain-demo: $(REQ)/cuda.txt $(REQ)/cutlass.txt $(STAMPS)/build $(S
 define pip_build
 mkdir -p build; $(PIP) $(1) --verbose --no-deps --no-build-isolation --config-settings=build-dir=build/$(2) \
 	  "--config-settings=cmake.define.FP4GEMM_CUDA_ARCHS=$(3)" --config-settings=cmake.define.FP4GEMM_CUDA_FROM=$(CUDA_FROM) \
-	  $(if $(CUTLASS_DIR),"--config-settings=cmake.define.CUTLASS_DIR=$(abspath $(CUTLASS_DIR))") \
+	  $(if $(CUTLASS_DIR),"--config-settings=cmake.define.CUTLASS_DIR=$(CUTLASS_DIR)") \
 	  --config-settings=cmake.define.FP4GEMM_BUILD_TESTS=$(if $(filter test,$(2)),ON,OFF) . 2>&1 \
 	  | tee build/$(2).log | { grep --line-buffered -E '^ *(\[[0-9]+/[0-9]+\] (Build|Link)|-- fp4gemm)' || true; } \
 	  || { tail -n 60 build/$(2).log; echo "The build failed; the whole log is in build/$(2).log" >&2; exit 1; }

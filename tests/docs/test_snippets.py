@@ -10,7 +10,6 @@ with the reason: ``<!-- not run: it needs two GPUs -->``.
 from __future__ import annotations
 
 import ast
-import importlib.util
 import os
 import re
 import shutil
@@ -25,6 +24,7 @@ import pytest
 import torch
 from fp4gemm import _native, selection
 from fp4gemm.activations import ACTIVATIONS
+from toolchain import cutlass_headers, nvcc_path
 
 REPO = Path(__file__).resolve().parents[2]
 PREAMBLES = Path(__file__).resolve().parent / "preambles"
@@ -241,32 +241,14 @@ def tool(name: str) -> str:
     return found
 
 
-def cutlass() -> Path:
-    """The folder of the CUTLASS wheel that holds include/."""
-    found = importlib.util.find_spec("cutlass_library")
-    if found is None or found.origin is None:
-        pytest.skip("no CUTLASS headers: the nvidia-cutlass wheel is not installed")
-    return Path(found.origin).parent / "source"
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("snippet", to_run("cuda"), ids=str)
 def test_cuda(snippet: Snippet, tmp_path: Path) -> None:
-    headers = cutlass()
-    cuda_from = os.environ.get("FP4GEMM_CUDA_FROM", "auto")
-    options = [f"-DFP4GEMM_CUDA_FROM={cuda_from}", "-DFP4GEMM_CUDA_ARCHS=90a"]
-    options += [
-        f"-DPython3_EXECUTABLE={sys.executable}",
-        "-P",
-        str(REPO / "cpp" / "cmake" / "find_nvcc.cmake"),
-    ]
-    nvcc = run(tool("cmake"), *options).strip()
-    if nvcc == "missing":
-        pytest.skip("no nvcc")
+    nvcc, headers = nvcc_path(), cutlass_headers()
     source = tmp_path / "snippet.cu"
     source.write_text(f'#line {snippet.line} "{snippet.document}"\n{snippet.text}')
     command = [nvcc, "-std=c++17", "--expt-relaxed-constexpr", "-gencode=arch=compute_90a,code=sm_90a"]
-    command += [f"-I{include_dir()}", f"-I{REPO / 'cpp'}", f"-I{headers / 'include'}"]
+    command += [f"-I{include_dir()}", f"-I{REPO / 'cpp'}", f"-I{headers}"]
     run(*command, "-c", source, "-o", tmp_path / "snippet.o")
 
 
@@ -276,7 +258,7 @@ def test_cmake(snippet: Snippet, tmp_path: Path) -> None:
     if not package.is_dir():
         pytest.skip("fp4gemm is not installed as a package, so that find_package has nothing to find")
     if "cutlass_evt" in snippet.text:
-        cutlass()
+        cutlass_headers()
     (tmp_path / "main.cpp").write_text("int main() { return 0; }\n")
     (tmp_path / "CMakeLists.txt").write_text(
         "cmake_minimum_required(VERSION 3.24)\nproject(snippet LANGUAGES CXX)\n"

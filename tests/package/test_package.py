@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import importlib.metadata
-import importlib.util
 import os
 import re
 import shutil
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import fp4gemm
 import pytest
+from toolchain import cutlass_headers, nvcc_path
 
 REPO = Path(__file__).resolve().parents[2]
 CONSUMER = REPO / "cpp" / "tests" / "consumer"
@@ -148,20 +148,10 @@ def test_consumer_by_add_subdirectory(tmp_path: Path) -> None:
 @pytest.mark.parametrize("arch", ["90a", "100f", "120f"])
 def test_consumer_kernel_with_our_epilogue(cmake_dir: Path, tmp_path: Path, arch: str) -> None:
     """A user's own CUTLASS kernel compiles with the epilogue, and is run on a GPU that it serves."""
-    cuda_from = os.environ.get("FP4GEMM_CUDA_FROM", "auto")
-    options = [
-        f"-DFP4GEMM_CUDA_FROM={cuda_from}",
-        f"-DFP4GEMM_CUDA_ARCHS={arch}",
-        f"-DPython3_EXECUTABLE={sys.executable}",
-    ]
-    nvcc = run(tool("cmake"), *options, "-P", REPO / "cpp" / "cmake" / "find_nvcc.cmake").strip()
-    if nvcc == "missing":
-        pytest.skip("no nvcc")
-    if importlib.util.find_spec("cutlass_library") is None:
-        pytest.skip("no CUTLASS headers: the nvidia-cutlass wheel is not installed")
-    env = {
-        "LIBRARY_PATH": str(Path(nvcc).parent.parent / "lib")
-    }  # the folder of libcudart_static.a in nvcc's wheels
+    nvcc = nvcc_path(arch)
+    cutlass_headers()
+    # The folder of libcudart_static.a in nvcc's wheels.
+    env = {"LIBRARY_PATH": str(nvcc.parent.parent / "lib")}
     if ccache := shutil.which("ccache"):
         # CMakeLists.txt has the same settings.
         env |= {"CCACHE_DEPEND": "1", "CCACHE_NAMESPACE": "fp4gemm", "CCACHE_COMPILERCHECK": "content"}
