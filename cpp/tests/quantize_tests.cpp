@@ -18,6 +18,35 @@ void bad_quantize(char const* what, Change change, char const* text,
   expect_error(what, fp4gemm_quantize(&args, 0, nullptr), status, text);
 }
 
+/// Arguments without an error but that codes, scales or other results are not set, for m = 4.
+fp4gemm_silu_and_mul_quantize_args_t silu_args(int64_t k) {
+  fp4gemm_silu_and_mul_quantize_args_t args = FP4GEMM_SILU_AND_MUL_QUANTIZE_ARGS_INIT;
+  args.m = 4;
+  args.k = k;
+  args.x = address();
+  args.x_row_stride = 2 * k;
+  args.amax = static_cast<float*>(address());
+  return args;
+}
+
+fp4gemm_rms_norm_quantize_args_t norm_args(int64_t k) {
+  fp4gemm_rms_norm_quantize_args_t args = FP4GEMM_RMS_NORM_QUANTIZE_ARGS_INIT;
+  args.m = 4;
+  args.k = args.x_row_stride = k;
+  args.x = address();
+  args.amax = static_cast<float*>(address());
+  return args;
+}
+
+/// Expects that a call with a producer's arguments is refused as an invalid argument.
+void bad_producer(char const* what, fp4gemm_silu_and_mul_quantize_args_t const& args, char const* text) {
+  expect_error(what, fp4gemm_silu_and_mul_quantize(&args, 0, nullptr), FP4GEMM_ERROR_INVALID_ARGUMENT, text);
+}
+
+void bad_producer(char const* what, fp4gemm_rms_norm_quantize_args_t const& args, char const* text) {
+  expect_error(what, fp4gemm_rms_norm_quantize(&args, 0, nullptr), FP4GEMM_ERROR_INVALID_ARGUMENT, text);
+}
+
 void test_quantize_errors() {
   using Args = fp4gemm_quantize_args_t;
   bad_quantize("m", [](Args& a) { a.m = -3; }, "m: is -3");
@@ -152,24 +181,13 @@ void test_decoded_errors() {
         a.column.scales = static_cast<uint8_t*>(address());
       },
       "column.scales: is 0x1000, must be null");
-  fp4gemm_silu_and_mul_quantize_args_t silu = FP4GEMM_SILU_AND_MUL_QUANTIZE_ARGS_INIT;
-  silu.m = 4;
-  silu.k = 32;
-  silu.x = address();
-  silu.x_row_stride = 64;
-  silu.amax = static_cast<float*>(address());
+  auto silu = silu_args(32);
   silu.decoded = address();
   silu.scales = static_cast<uint8_t*>(address());
-  expect_error("silu, decoded and scales", fp4gemm_silu_and_mul_quantize(&silu, 0, nullptr),
-               FP4GEMM_ERROR_INVALID_ARGUMENT, "scales: is 0x1000, must be null");
-  fp4gemm_rms_norm_quantize_args_t norm = FP4GEMM_RMS_NORM_QUANTIZE_ARGS_INIT;
-  norm.m = 4;
-  norm.k = norm.x_row_stride = 32;
-  norm.x = address();
-  norm.amax = static_cast<float*>(address());
+  bad_producer("silu, decoded and scales", silu, "scales: is 0x1000, must be null");
+  auto norm = norm_args(32);
   norm.decoded = address(2);
-  expect_error("norm, decoded misaligned", fp4gemm_rms_norm_quantize(&norm, 0, nullptr),
-               FP4GEMM_ERROR_INVALID_ARGUMENT, "decoded: is 0x1002, must be 16-byte aligned");
+  bad_producer("norm, decoded misaligned", norm, "decoded: is 0x1002, must be 16-byte aligned");
 }
 
 void test_fp8_errors() {
@@ -224,69 +242,39 @@ void test_fp8_errors() {
   bad_quantize(
       "fp8 of a column", [](Args& a) { a.column.fp8 = static_cast<uint8_t*>(address()); }, plain,
       not_supported);
-  fp4gemm_silu_and_mul_quantize_args_t silu = FP4GEMM_SILU_AND_MUL_QUANTIZE_ARGS_INIT;
-  silu.m = 4;
-  silu.k = 64;
-  silu.x = address();
-  silu.x_row_stride = 128;
-  silu.amax = static_cast<float*>(address());
+  auto silu = silu_args(64);
   silu.fp8 = static_cast<uint8_t*>(address());
   silu.decoded = address();
-  expect_error("silu, fp8 and decoded", fp4gemm_silu_and_mul_quantize(&silu, 0, nullptr),
-               FP4GEMM_ERROR_INVALID_ARGUMENT, "decoded: is 0x1000, must be null where fp8 is given");
-  silu.decoded = nullptr;
-  silu.k = 32;
-  expect_error("silu, fp8 k", fp4gemm_silu_and_mul_quantize(&silu, 0, nullptr),
-               FP4GEMM_ERROR_INVALID_ARGUMENT, "k: is 32, must be a multiple of 64 where fp8 is given");
-  fp4gemm_rms_norm_quantize_args_t norm = FP4GEMM_RMS_NORM_QUANTIZE_ARGS_INIT;
-  norm.m = 4;
-  norm.k = norm.x_row_stride = 64;
-  norm.x = address();
-  norm.amax = static_cast<float*>(address());
+  bad_producer("silu, fp8 and decoded", silu, "decoded: is 0x1000, must be null where fp8 is given");
+  silu = silu_args(32);
+  silu.fp8 = static_cast<uint8_t*>(address());
+  bad_producer("silu, fp8 k", silu, "k: is 32, must be a multiple of 64 where fp8 is given");
+  auto norm = norm_args(64);
   norm.fp8 = static_cast<uint8_t*>(address(4));
-  expect_error("norm, fp8 misaligned", fp4gemm_rms_norm_quantize(&norm, 0, nullptr),
-               FP4GEMM_ERROR_INVALID_ARGUMENT, "fp8: is 0x1004, must be 16-byte aligned");
+  bad_producer("norm, fp8 misaligned", norm, "fp8: is 0x1004, must be 16-byte aligned");
+  norm = norm_args(80);
   norm.fp8 = static_cast<uint8_t*>(address());
-  norm.k = 80;
-  norm.x_row_stride = 80;
-  expect_error("norm, fp8 k", fp4gemm_rms_norm_quantize(&norm, 0, nullptr), FP4GEMM_ERROR_INVALID_ARGUMENT,
-               "k: is 80, must be a multiple of 64 where fp8 is given");
+  bad_producer("norm, fp8 k", norm, "k: is 80, must be a multiple of 64 where fp8 is given");
 }
 
 void test_producer_errors() {
-  fp4gemm_silu_and_mul_quantize_args_t silu = FP4GEMM_SILU_AND_MUL_QUANTIZE_ARGS_INIT;
-  silu.m = 4;
-  silu.k = 32;
-  silu.x = address();
+  auto const with_codes = [](auto args) {
+    args.codes = static_cast<uint8_t*>(address());
+    args.scales = static_cast<uint8_t*>(address());
+    return args;
+  };
+  auto silu = with_codes(silu_args(32));
   silu.x_row_stride = 32;
-  silu.codes = static_cast<uint8_t*>(address());
-  silu.scales = static_cast<uint8_t*>(address());
-  silu.amax = static_cast<float*>(address());
-  expect_error("silu stride", fp4gemm_silu_and_mul_quantize(&silu, 0, nullptr),
-               FP4GEMM_ERROR_INVALID_ARGUMENT, "x_row_stride: is 32, must be at least the 64 columns");
+  bad_producer("silu stride", silu, "x_row_stride: is 32, must be at least the 64 columns");
   silu.x_dtype = FP4GEMM_FP32;
-  expect_error("silu dtype", fp4gemm_silu_and_mul_quantize(&silu, 0, nullptr), FP4GEMM_ERROR_INVALID_ARGUMENT,
-               "x_dtype: is 2, must be FP4GEMM_BF16 or FP4GEMM_FP16");
-  fp4gemm_rms_norm_quantize_args_t norm = FP4GEMM_RMS_NORM_QUANTIZE_ARGS_INIT;
-  norm.m = 4;
-  norm.k = 32;
-  norm.x = address();
-  norm.x_row_stride = 32;
-  norm.codes = static_cast<uint8_t*>(address());
-  norm.scales = static_cast<uint8_t*>(address());
-  norm.amax = static_cast<float*>(address());
-  fp4gemm_rms_norm_quantize_args_t bad = norm;
-  bad.residual = address();
-  expect_error("norm sum", fp4gemm_rms_norm_quantize(&bad, 0, nullptr), FP4GEMM_ERROR_INVALID_ARGUMENT,
-               "sum: is ");
-  bad = norm;
-  bad.epsilon = -1.0f;
-  expect_error("norm epsilon", fp4gemm_rms_norm_quantize(&bad, 0, nullptr), FP4GEMM_ERROR_INVALID_ARGUMENT,
-               "epsilon: is -1");
-  bad = norm;
-  bad.k = bad.x_row_stride = 65552;
-  expect_error("norm k", fp4gemm_rms_norm_quantize(&bad, 0, nullptr), FP4GEMM_ERROR_INVALID_ARGUMENT,
-               "k: is 65552, must be at most 65536");
+  bad_producer("silu dtype", silu, "x_dtype: is 2, must be FP4GEMM_BF16 or FP4GEMM_FP16");
+  auto norm = with_codes(norm_args(32));
+  norm.residual = address();
+  bad_producer("norm sum", norm, "sum: is ");
+  norm = with_codes(norm_args(32));
+  norm.epsilon = -1.0f;
+  bad_producer("norm epsilon", norm, "epsilon: is -1");
+  bad_producer("norm k", with_codes(norm_args(65552)), "k: is 65552, must be at most 65536");
   fp4gemm_mxfp8_args_t mx = FP4GEMM_MXFP8_ARGS_INIT;
   mx.m = 4;
   mx.k = 48;
