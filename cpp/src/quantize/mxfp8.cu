@@ -63,7 +63,9 @@ __device__ inline uint8_t quantize_mx_block(float const (&x)[kMxBlock], Chunk<ui
   float const inverse = e8m0_to_float(254 - scale);
 #pragma unroll
   for (int i = 0; i < kMxBlock; ++i) {
-    uint8_t const value = __nv_cvt_float_to_fp8(__fmul_rn(x[i], inverse), __NV_SATFINITE, kFp8);
+    float const scaled = __fmul_rn(x[i], inverse);
+    uint8_t const value =
+        kFp8 == __NV_E4M3 ? float_to_e4m3(scaled) : __nv_cvt_float_to_fp8(scaled, __NV_SATFINITE, __NV_E5M2);
     values.elements[i] = x[i] != x[i] ? uint8_t{0x7F} : value;
   }
   return scale;

@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "cutlass_evt/scale_layout.hpp"
+#include "quantize/e4m3_software.hpp"
 #include "quantize/sizes.hpp"
 
 namespace fp4gemm {
@@ -22,11 +23,22 @@ constexpr int kQuad = 4;
 // there, and are written to global memory directly.
 constexpr int kMaxStagedWords = 2048;
 
+/// e4m3(x), rounded to nearest even and saturating; NaN gives 0x7F.
 __device__ inline uint8_t float_to_e4m3(float x) {
+#if __CUDA_ARCH__ >= 890
   return __nv_cvt_float_to_fp8(x, __NV_SATFINITE, __NV_E4M3);
+#else
+  return e4m3_software::from_float(x);
+#endif
 }
 
-__device__ inline __half e4m3_to_half(uint8_t x) { return __half(__nv_cvt_fp8_to_halfraw(x, __NV_E4M3)); }
+__device__ inline __half e4m3_to_half(uint8_t x) {
+#if __CUDA_ARCH__ >= 890
+  return __half(__nv_cvt_fp8_to_halfraw(x, __NV_E4M3));
+#else
+  return __hmul(__ushort_as_half(e4m3_software::to_half_over_256(x)), __ushort_as_half(0x5C00));  // 256
+#endif
+}
 
 #if defined(__CUDA_ARCH_SPECIFIC__) && __CUDA_ARCH_SPECIFIC__ >= 1000 || \
     defined(__CUDA_ARCH_FAMILY_SPECIFIC__) && __CUDA_ARCH_FAMILY_SPECIFIC__ >= 1000
