@@ -10,7 +10,7 @@
 #
 # The host code needs CUDA 12.5 (cudaGetDriverEntryPointByVersion), so that no row can name an older nvcc.
 set(FP4GEMM_ARCH_TABLE
-    "80    |  -            | 12.5  | 80 89                             | 8.0 8.6 8.7 8.8 8.9"
+    "80    |  -            | 12.5  | 80                                | 8.0 8.6 8.7 8.8 8.9"
     "90a   |  sm90         | 12.5  | 90 90-ptx                         | 9.0"
     "100f  |  sm100        | 12.9  | 100f                              | 10.0 10.3"
     "120f  |  sm120        | 12.9  | 120f                              | 12.0 12.1")

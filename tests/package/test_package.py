@@ -245,7 +245,7 @@ def images(library: Path) -> set[tuple[int, int]]:
 def test_device_images_are_those_promised(package: Path) -> None:
     """The library has the images that the table in cpp/cmake/archs.cmake lists."""
     promised = {
-        "80": {(ELF, 80), (ELF, 89)},
+        "80": {(ELF, 80)},
         "90a": {(ELF, 90), (PTX, 90)},
         "100f": {(ELF, 100), (PTX, 100)},
         "120f": {(ELF, 120), (PTX, 120)},
