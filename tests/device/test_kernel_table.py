@@ -140,6 +140,20 @@ def test_sm120_selects_prepacked_kernels_for_few_tokens() -> None:
     assert selected(8, "nvfp4", "nvfp4").operand == "nvfp4"
 
 
+@pytest.mark.skipif(all(row.arch != 90 for row in fp4gemm.kernels()), reason="built without SM90 kernels")
+def test_sm90_selects_tiles_for_experts_with_fp8_tokens() -> None:
+    """The tiles for 128 experts (2048, 768) with 4 to 64 tokens on average are those that were fastest."""
+    tiles = []
+    for tokens in (4, 16, 64):
+        row = kernel_table.select_kernel(
+            90, 132, 128 * tokens, 2048, 768, 128, format_a="e4m3", format_b="prepacked_fp8"
+        )
+        assert row is not None
+        assert row.operand == "prepacked_fp8"
+        tiles.append(row.tile)
+    assert tiles == [(32, 64, 128), (32, 64, 128), (96, 128, 128)]
+
+
 @pytest.mark.parametrize(
     ("operand", "supported"),
     [
