@@ -31,7 +31,7 @@ WAITING = re.compile(
     rf"(?<!mxfp8_)dequantize|{DECODED}|{PREPACKED}"
 )
 # One row in registers, not looped, of x itself: TransformerEngine's cast, grouped or not, and the FP8 cast.
-COMMON_CAST = re.compile(r"quantize_rows(_fp8I.*PlainLoader|.*GatherLoader.*TeCast).*ELb[01]ELb0ELi")
+COMMON_CAST = re.compile(r"quantize_rows(_fp8I.*PlainLoader|.*PlainLoader.*TeCast).*ELb[01]ELb0ELi")
 
 
 @functools.cache

@@ -15,13 +15,15 @@ struct Panel {
 
   uint2 rows[kBlock];
 
-  /// Loads the panel whose first element is x, which must be 8-byte aligned. Only the first `count` rows
-  /// exist; the others become zeros.
+  /// Loads the panel whose first element is x, which must be 8-byte aligned.
+  ///
+  /// @tparam kPartial Whether only the first `count` rows exist; the others become zeros.
+  template <bool kPartial>
   __device__ void load(T const* x, int64_t row_stride, int64_t count) {
-    if (count >= kBlock) {
-      load_rows<false>(x, row_stride, count);
-    } else {
-      load_rows<true>(x, row_stride, count);
+#pragma unroll
+    for (int i = 0; i < kBlock; ++i) {
+      rows[i] = !kPartial || i < count ? load_after_wait(reinterpret_cast<uint2 const*>(x + i * row_stride))
+                                       : uint2{};
     }
   }
 
@@ -42,16 +44,6 @@ struct Panel {
       }
     }
     return block;
-  }
-
- private:
-  template <bool kPartial>
-  __device__ void load_rows(T const* x, int64_t row_stride, int64_t count) {
-#pragma unroll
-    for (int i = 0; i < kBlock; ++i) {
-      rows[i] = !kPartial || i < count ? load_after_wait(reinterpret_cast<uint2 const*>(x + i * row_stride))
-                                       : uint2{};
-    }
   }
 };
 
@@ -81,13 +73,6 @@ __device__ inline Side columns_of_matrix(Side side, int64_t k, int64_t matrix) {
   return side;
 }
 
-/// The Hadamard transform of the columns.
-struct Rotation {
-  fp4gemm_dtype_t dtype;  // of x
-  bool rounds;            // to bf16
-  SignMasks signs;
-};
-
 /// The arguments of quantize_tiles and quantize_squares.
 struct TileParams {
   void const* x;
@@ -96,7 +81,7 @@ struct TileParams {
   int64_t k;
   Side row;
   Side column;
-  Rotation rotation;
+  SignMasks signs;  // of the Hadamard transform of the columns
   CastOptions cast;
   Groups groups;
 };
@@ -108,50 +93,35 @@ constexpr int kTileColumns = 64;
 
 constexpr int kSpanBlocks = kGroupColumns / kBlock;  // blocks of a span, 64 columns of x^T in one group
 
+/// Which results a kernel writes.
+enum class Form {
+  kColumns,  // x^T
+  kBoth,     // x and x^T
+  kGroups,   // x^T of groups of rows, each padded to a multiple of 64 columns
+};
+
 /// The rows of x that are the 64 columns of x^T from `at` on, a multiple of 64. Without groups, these are the
 /// columns of matrix `matrix` of a stack of matrices of m rows, which counts as the group, and `count` is the
 /// number of all its rows from there on. All lanes of a warp must call it with the same arguments.
+template <Form kForm>
 __device__ inline TileRows find_span(Groups const& groups, int64_t m, int64_t at, int64_t matrix) {
-  if (groups.offs != nullptr) {
+  if constexpr (kForm == Form::kGroups) {
     return find_tile<kGroupColumns>(groups, m, at / kGroupColumns);
+  } else {
+    int64_t const start = matrix * m;
+    return {start + at, m - at, static_cast<int>(matrix), start};
   }
-  int64_t const start = matrix * m;
-  return {start + at, m - at, static_cast<int>(matrix), start};
 }
-
-/// The type of x in kernels that rotate columns and read 16-bit elements: bf16 or fp16, as Rotation::dtype
-/// says.
-struct AnyHalf {
-  uint16_t bits;
-};
-
-/// The type of the blocks that column_block returns.
-template <class T, class Rotated>
-using ColumnElement = cuda::std::conditional_t<cuda::std::is_void_v<Rotated>, T, Rotated>;
 
 /// The block that column j of a panel is quantized from.
 ///
-/// @tparam Rotated void for the column itself, or the type of its Hadamard transform: __nv_bfloat16, or
-///     float, which holds rounded values where rotation.rounds is set.
-template <class T, class Rotated>
-__device__ inline Block<ColumnElement<T, Rotated>> column_block(Panel<T> const& panel, int j,
-                                                                Rotation const& rotation) {
-  if constexpr (cuda::std::is_void_v<Rotated>) {
+/// @tparam Rotation void for the column itself, or the type that its Hadamard transform is rounded to.
+template <class T, class Rotation>
+__device__ inline auto column_block(Panel<T> const& panel, int j, SignMasks const& signs) {
+  if constexpr (cuda::std::is_void_v<Rotation>) {
     return panel.column(j);
   } else {
-    float x[kBlock];
-    if constexpr (sizeof(T) == 4) {
-      unpack_signed<T>(panel.column(j).words, rotation.signs, x);
-    } else {
-      unpack_signed_half(panel.column(j).words, rotation.dtype, rotation.signs, x);
-    }
-    Block<Rotated> block = rotated<Rotated>(x);
-    if constexpr (sizeof(Rotated) == 4) {
-      if (rotation.rounds) {
-        round_to_bf16(block);
-      }
-    }
-    return block;
+    return rotated<Rotation>(panel.column(j), signs);
   }
 }
 
@@ -200,44 +170,19 @@ class SideCast {
 template <class T>
 constexpr int kTileThreads = kTileColumns / Panel<T>::kColumns * (kTileRows / kBlock);
 
-/// Quantizes the rows of a tile: writes codes, and the scales to shared memory in the order of global memory.
-template <class T, class Cast, int kThreads>
-__device__ inline void quantize_tile_rows(TileParams const& p, int64_t first_row, int64_t first_column,
-                                          uint8_t (&scales)[512]) {
-  constexpr int kBlocksPerRow = kTileColumns / kBlock;
-  SideCast<Cast> const cast(p.cast, 0);
-#pragma unroll 2
-  for (int i = static_cast<int>(threadIdx.x); i < kTileRows * kBlocksPerRow; i += kThreads) {
-    int const in_tile = i / kBlocksPerRow;
-    int const block = i % kBlocksPerRow;
-    int64_t const row = first_row + in_tile;
-    int64_t const column = first_column + block * kBlock;
-    QuantizedBlock quantized{};
-    if (row < p.m && column < p.k) {
-      int64_t const index = row * p.row.num_blocks + column / kBlock;
-      float const amax = load_after_wait(p.row.amax + (p.row.amax_per_row ? row : 0));
-      quantized =
-          cast.quantize(load_block(static_cast<T const*>(p.x) + row * p.row_stride + column), amax, index);
-      reinterpret_cast<uint2*>(p.row.codes)[index] = quantized.codes;
-    }
-    scales[in_tile % 32 * 16 + in_tile / 32 * 4 + block] = quantized.scale;
-  }
-}
-
 /// Quantizes x^T, or x and x^T, with a CTA for each tile. The grid covers the padded scales, so that their
 /// zero padding is written too.
 ///
-/// @tparam T The type of x. With a transform of the columns: float or AnyHalf.
+/// @tparam T The type of x.
 /// @tparam Cast A cast for Range::kRegular (cast.cuh).
-/// @tparam Rotated void, or the type of the Hadamard transform of the columns, see column_block.
-/// @tparam kBoth Whether x is quantized too, not x^T alone.
+/// @tparam Rotation void, or the type that the Hadamard transform of the columns is rounded to.
+/// @tparam kForm Which results are written.
 ///
 /// The parameters stay in constant memory, so that references to the options do not copy them to the stack.
 /// first_tile is the tile that the CTAs with blockIdx.y = 0 process, and first_matrix the matrix of those
-/// with blockIdx.z = 0, see for_grid_parts. Without kBoth and groups there may be more than one matrix: a
-/// stack of matrices (m, k), with an amax each, or one for each of their columns, and random numbers of their
-/// own. Groups of rows, whose columns in x^T are each padded to a multiple of 64, are for x^T alone.
-template <class T, class Cast, class Rotated, bool kBoth>
+/// with blockIdx.z = 0, see for_grid_parts. Form::kColumns alone may have more than one matrix: a stack of
+/// matrices (m, k), with an amax each, or one for each of their columns, and random numbers of their own.
+template <class T, class Cast, class Rotation, Form kForm>
 __global__ void __launch_bounds__(kTileThreads<T>)
     quantize_tiles(__grid_constant__ TileParams const p, unsigned first_tile, unsigned first_matrix) {
   constexpr int kThreads = kTileThreads<T>;
@@ -256,7 +201,7 @@ __global__ void __launch_bounds__(kTileThreads<T>)
   int64_t const first_row = int64_t{first_tile + blockIdx.y} * kTileRows;
   int64_t const first_column = int64_t{blockIdx.x} * kTileColumns;
   int const thread = static_cast<int>(threadIdx.x);
-  unsigned const matrix = kBoth ? 0 : first_matrix + blockIdx.z;
+  unsigned const matrix = kForm == Form::kColumns ? first_matrix + blockIdx.z : 0;
   Side const out = columns_of_matrix(p.column, p.k, matrix);
 
   {
@@ -265,15 +210,14 @@ __global__ void __launch_bounds__(kTileThreads<T>)
     int64_t const column = first_column + lane * kColumnsPerThread;
     int64_t const block = first_row / kBlock + group;
     static_assert(32 / kLanes * kBlock <= kGroupColumns, "the panels of a warp lie in one span");
-    Groups const groups = kBoth ? Groups{} : p.groups;
-    TileRows const rows = find_span(groups, p.m, block / kSpanBlocks * kGroupColumns, matrix);
+    TileRows const rows = find_span<kForm>(p.groups, p.m, block / kSpanBlocks * kGroupColumns, matrix);
     int const in_span = static_cast<int>(block % kSpanBlocks) * kBlock;
     bool const is_real = in_span < rows.count && column < p.k;
     SideCast<Cast> const cast(p.cast, static_cast<int>(1 + 2 * matrix));
     Panel<T> panel;
     if (is_real) {
       T const* const first = static_cast<T const*>(p.x) + (rows.first + in_span) * p.row_stride + column;
-      panel.load(first, p.row_stride, kBoth ? kBlock : rows.count - in_span);
+      panel.template load<kForm == Form::kGroups>(first, p.row_stride, rows.count - in_span);
     }
 #pragma unroll
     for (int j = 0; j < kColumnsPerThread; ++j) {
@@ -281,20 +225,31 @@ __global__ void __launch_bounds__(kTileThreads<T>)
       if (is_real) {
         int64_t const amax_at = p.column.amax_per_row ? rows.group * p.k + column + j : int64_t{rows.group};
         float const amax = load_after_wait(p.column.amax + amax_at);
-        quantized = cast.quantize(column_block<T, Rotated>(panel, j, p.rotation), amax,
+        quantized = cast.quantize(column_block<T, Rotation>(panel, j, p.signs), amax,
                                   (column + j) * p.column.num_blocks + block);
       }
       column_codes[lane * kColumnsPerThread + j][group] = quantized.codes;
       column_scales[lane * kColumnsPerThread + j][group] = quantized.scale;
     }
   }
-  if constexpr (kBoth) {
-    if constexpr (!cuda::std::is_same_v<T, AnyHalf>) {
-      quantize_tile_rows<T, Cast, kThreads>(p, first_row, first_column, row_scales);
-    } else if (p.rotation.dtype == FP4GEMM_FP16) {
-      quantize_tile_rows<__half, Cast, kThreads>(p, first_row, first_column, row_scales);
-    } else {
-      quantize_tile_rows<__nv_bfloat16, Cast, kThreads>(p, first_row, first_column, row_scales);
+  if constexpr (kForm == Form::kBoth) {
+    constexpr int kBlocksPerRow = kTileColumns / kBlock;
+    SideCast<Cast> const cast(p.cast, 0);
+#pragma unroll 2
+    for (int i = thread; i < kTileRows * kBlocksPerRow; i += kThreads) {
+      int const in_tile = i / kBlocksPerRow;
+      int const block = i % kBlocksPerRow;
+      int64_t const row = first_row + in_tile;
+      int64_t const column = first_column + block * kBlock;
+      QuantizedBlock quantized{};
+      if (row < p.m && column < p.k) {
+        int64_t const index = row * p.row.num_blocks + column / kBlock;
+        float const amax = load_after_wait(p.row.amax + (p.row.amax_per_row ? row : 0));
+        quantized =
+            cast.quantize(load_block(static_cast<T const*>(p.x) + row * p.row_stride + column), amax, index);
+        reinterpret_cast<uint2*>(p.row.codes)[index] = quantized.codes;
+      }
+      row_scales[in_tile % 32 * 16 + in_tile / 32 * 4 + block] = quantized.scale;
     }
   }
   __syncthreads();  // the results of the tile are in shared memory
@@ -326,7 +281,7 @@ __global__ void __launch_bounds__(kTileThreads<T>)
           *reinterpret_cast<uint32_t const*>(&column_scales[in_tile][4 * word]);
     }
   }
-  if constexpr (kBoth) {
+  if constexpr (kForm == Form::kBoth) {
     if (thread < 32 && static_cast<int>(blockIdx.x) < p.row.num_words) {
       reinterpret_cast<uint4*>(
           p.row.scales + scale_offset(first_row, 4 * static_cast<int>(blockIdx.x), p.row.num_words))[thread] =

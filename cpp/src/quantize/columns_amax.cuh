@@ -20,7 +20,7 @@ struct ColumnAmaxParams {
   float* column_amax;  // (groups, k), or (groups) with column_is_tensor, or of the matrices of a stack; zeros
                        // before the launch
   bool column_is_tensor;
-  Rotation rotation;
+  SignMasks signs;
   Groups groups;
   int cta_rows = kMaxAmaxRows;  // rows of a CTA: 16, 32, 64 or kMaxAmaxRows
 };
@@ -30,21 +30,21 @@ __device__ inline void combine_amax(float* amax, float value) {
   atomicMax(reinterpret_cast<unsigned int*>(amax), __float_as_uint(value));
 }
 
-/// The bits of max |x| of one row of a panel, NaN ignored. `infinity` is Block::kInfinity of its type.
+/// The bits of max |x| of one row of a panel, NaN ignored.
 template <class T>
-__device__ inline uint32_t panel_row_bits(uint2 neighbours, uint32_t infinity) {
+__device__ inline uint32_t panel_row_bits(uint2 neighbours) {
   uint32_t const words[2] = {neighbours.x, neighbours.y};
   uint32_t bits = 0;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     if constexpr (sizeof(T) == 4) {
       uint32_t const magnitude = words[i] & 0x7FFFFFFFu;
-      bits = max(bits, magnitude <= infinity ? magnitude : 0u);
+      bits = max(bits, magnitude <= Block<T>::kInfinity ? magnitude : 0u);
     } else {
       uint32_t const low = words[i] & 0x7FFFu;
       uint32_t const high = words[i] >> 16 & 0x7FFFu;
-      bits = max(bits, low <= infinity ? low : 0u);
-      bits = max(bits, high <= infinity ? high : 0u);
+      bits = max(bits, low <= Block<T>::kInfinity ? low : 0u);
+      bits = max(bits, high <= Block<T>::kInfinity ? high : 0u);
     }
   }
   return bits;
@@ -77,38 +77,31 @@ __device__ inline void combine_columns(ColumnAmaxParams const& p, uint32_t const
 }
 
 /// Combines max |x| of every column, after the Hadamard transform if there is one, into column_amax, with
-/// groups that of every column in each group, and with kBoth that of every row into row_amax. Template
-/// parameters, first_tile and first_matrix are those of quantize_tiles; a CTA has cta_rows rows of one column
-/// panel for each of its threads.
-template <class T, class Rotated, bool kBoth>
+/// Form::kGroups that of every column in each group, and with Form::kBoth that of every row into row_amax.
+/// Template parameters, first_tile and first_matrix are those of quantize_tiles; a CTA has cta_rows rows of
+/// one column panel for each of its threads.
+template <class T, class Rotation, Form kForm>
 __global__ void __launch_bounds__(kColumnAmaxThreads)
     columns_amax(ColumnAmaxParams p, unsigned first_tile, unsigned first_matrix) {
   constexpr int kColumns = Panel<T>::kColumns;
-  using Element = ColumnElement<T, Rotated>;
+  using Element = cuda::std::conditional_t<cuda::std::is_void_v<Rotation>, T, Rotation>;
   int64_t const column = (int64_t{blockIdx.x} * kColumnAmaxThreads + threadIdx.x) * kColumns;
   int64_t const first_row = int64_t{first_tile + blockIdx.y} * p.cta_rows;
   int64_t const end_row = min(first_row + p.cta_rows, p.columns);
-  unsigned const matrix = kBoth ? 0 : first_matrix + blockIdx.z;
+  unsigned const matrix = kForm == Form::kColumns ? first_matrix + blockIdx.z : 0;
+  constexpr bool kRows = kForm == Form::kBoth;
   bool const is_real = column < p.k;
-  __shared__ uint32_t row_bits[kBoth ? kMaxAmaxRows : 1];
-  [[maybe_unused]] bool const is_fp16 = p.rotation.dtype == FP4GEMM_FP16;
-  [[maybe_unused]] uint32_t infinity = 0;
-  if constexpr (kBoth) {
-    if constexpr (!cuda::std::is_same_v<T, AnyHalf>) {
-      infinity = Block<T>::kInfinity;
-    } else {
-      infinity = is_fp16 ? Block<__half>::kInfinity : Block<__nv_bfloat16>::kInfinity;
-    }
+  __shared__ uint32_t row_bits[kRows ? kMaxAmaxRows : 1];
+  if constexpr (kRows) {
     row_bits[threadIdx.x] = 0;
     __syncthreads();  // row_bits is zero before any warp adds to it
   }
   uint32_t bits[kColumns] = {};
-  Groups const groups = kBoth ? Groups{} : p.groups;
   TileRows rows{};
   for (int64_t row = first_row; row < end_row; row += kBlock) {
     int const in_span = static_cast<int>(row % kGroupColumns);
     if (in_span == 0 || row == first_row) {
-      if (groups.offs != nullptr && rows.count > 0) {
+      if (kForm == Form::kGroups && rows.count > 0) {
         // The span before is complete, and this one may be of another group.
         combine_columns<T, Element>(p, bits, column, rows.group);
 #pragma unroll
@@ -116,21 +109,21 @@ __global__ void __launch_bounds__(kColumnAmaxThreads)
           bits[j] = 0;
         }
       }
-      rows = find_span(groups, p.m, row - in_span, matrix);
+      rows = find_span<kForm>(p.groups, p.m, row - in_span, matrix);
     }
     Panel<T> panel{};
     if (is_real && in_span < rows.count) {
       T const* const first = static_cast<T const*>(p.x) + (rows.first + in_span) * p.row_stride + column;
-      panel.load(first, p.row_stride, kBoth ? kBlock : rows.count - in_span);
+      panel.template load<kForm == Form::kGroups>(first, p.row_stride, rows.count - in_span);
     }
 #pragma unroll
     for (int j = 0; j < kColumns; ++j) {
-      bits[j] = max(bits[j], block_amax_bits(column_block<T, Rotated>(panel, j, p.rotation)));
+      bits[j] = max(bits[j], block_amax_bits(column_block<T, Rotation>(panel, j, p.signs)));
     }
-    if constexpr (kBoth) {
+    if constexpr (kRows) {
 #pragma unroll
       for (int i = 0; i < kBlock; ++i) {
-        uint32_t of_row = panel_row_bits<T>(panel.rows[i], infinity);
+        uint32_t of_row = panel_row_bits<T>(panel.rows[i]);
         of_row = __reduce_max_sync(0xFFFFFFFFu, of_row);
         if (threadIdx.x % 32 == 0) {
           atomicMax(&row_bits[row - first_row + i], of_row);
@@ -141,17 +134,10 @@ __global__ void __launch_bounds__(kColumnAmaxThreads)
   if (rows.count > 0) {
     combine_columns<T, Element>(p, bits, column, rows.group);
   }
-  if constexpr (kBoth) {
+  if constexpr (kRows) {
     __syncthreads();  // every warp has added its maxima to row_bits
     if (first_row + threadIdx.x < end_row) {
-      uint32_t const of_row = row_bits[threadIdx.x];
-      float amax = 0.0f;
-      if constexpr (!cuda::std::is_same_v<T, AnyHalf>) {
-        amax = Block<T>::from_bits(of_row);
-      } else {
-        amax = is_fp16 ? Block<__half>::from_bits(of_row) : Block<__nv_bfloat16>::from_bits(of_row);
-      }
-      combine_amax(p.row_amax + first_row + threadIdx.x, amax);
+      combine_amax(p.row_amax + first_row + threadIdx.x, Block<T>::from_bits(row_bits[threadIdx.x]));
     }
   }
 }

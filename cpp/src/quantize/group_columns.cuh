@@ -16,9 +16,9 @@ constexpr int kStripThreads = kStripColumns / Panel<T>::kColumns * kSpanBlocks;
 
 /// CTAs of quantize_group_columns that should fit on an SM, which bounds their registers. A thread holds a
 /// block of each of its columns in registers; without a bound it would use up to 155.
-template <class T, class Rotated>
+template <class T, class Rotation>
 constexpr int kStripCtas =
-    (sizeof(T) == 2 && cuda::std::is_same_v<Rotated, float> ? 384 : 512) / kStripThreads<T>;
+    (sizeof(T) == 2 && cuda::std::is_same_v<Rotation, float> ? 384 : 512) / kStripThreads<T>;
 
 /// The spans of a group, and of all groups together.
 struct GroupSpans {
@@ -89,14 +89,14 @@ __device__ inline void store_span(TileParams const& p, uint2 const (&codes)[kStr
 /// of one group, whose rows it reads twice unless they are one span; the second time they should be in the L1
 /// cache. The CTAs of a strip together write zeros behind the last group.
 ///
-/// @tparam T, Cast, Rotated Those of quantize_tiles.
+/// @tparam T, Cast, Rotation Those of quantize_tiles.
 ///
 /// amax (groups, k) is written; p.column.amax is not read. Group first_group is that of the CTAs with
 /// blockIdx.y = 0, see for_grid_parts.
-template <class T, class Cast, class Rotated>
-__global__ void __launch_bounds__(kStripThreads<T>, kStripCtas<T, Rotated>)
+template <class T, class Cast, class Rotation>
+__global__ void __launch_bounds__(kStripThreads<T>, kStripCtas<T, Rotation>)
     quantize_group_columns(__grid_constant__ TileParams const p, float* amax, unsigned first_group) {
-  using Element = ColumnElement<T, Rotated>;
+  using Element = cuda::std::conditional_t<cuda::std::is_void_v<Rotation>, T, Rotation>;
   constexpr int kThreads = kStripThreads<T>;
   constexpr int kColumns = Panel<T>::kColumns;
   constexpr int kLanes = kStripColumns / kColumns;
@@ -127,11 +127,11 @@ __global__ void __launch_bounds__(kStripThreads<T>, kStripCtas<T, Rotated>)
     if (is_real) {
       T const* const first =
           static_cast<T const*>(p.x) + (int64_t{spans.first_row} + row) * p.row_stride + column;
-      panel.load(first, p.row_stride, spans.num_rows - row);
+      panel.template load<true>(first, p.row_stride, spans.num_rows - row);
     }
 #pragma unroll
     for (int j = 0; j < kColumns; ++j) {
-      blocks[j] = column_block<T, Rotated>(panel, j, p.rotation);
+      blocks[j] = column_block<T, Rotation>(panel, j, p.signs);
     }
   };
 

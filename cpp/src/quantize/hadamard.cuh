@@ -46,36 +46,21 @@ inline SignMasks sign_masks(uint32_t signs, fp4gemm_dtype_t dtype) {
   return masks;
 }
 
-/// The elements of a block of T with these words, of which some are negated first.
-template <class T>
-__device__ inline void unpack_signed(uint32_t const* words, SignMasks const& signs, float (&x)[kBlock]) {
-  Block<T> block;
+/// The transformed block, of which elements are negated first.
+///
+/// @tparam Out The type that its values are rounded to; float means no rounding.
+/// @tparam T The type of the input.
+template <class Out, class T>
+__device__ inline Block<Out> rotated(Block<T> block, SignMasks const& signs) {
 #pragma unroll
   for (int i = 0; i < Block<T>::kWords; ++i) {
-    block.words[i] = words[i] ^ signs.words[i];
+    block.words[i] ^= signs.words[i];
   }
+  float x[kBlock];
 #pragma unroll
   for (int i = 0; i < kBlock; ++i) {
     x[i] = block.element(i);
   }
-}
-
-/// unpack_signed for bf16 or fp16, whichever dtype is. All threads take the same branch. The conversion alone
-/// depends on the type, so that one kernel serves both.
-__device__ inline void unpack_signed_half(uint32_t const* words, fp4gemm_dtype_t dtype,
-                                          SignMasks const& signs, float (&x)[kBlock]) {
-  if (dtype == FP4GEMM_FP16) {
-    unpack_signed<__half>(words, signs, x);
-  } else {
-    unpack_signed<__nv_bfloat16>(words, signs, x);
-  }
-}
-
-/// The transform of x, whose elements are lost.
-///
-/// @tparam Out The type that its values are rounded to; float means no rounding.
-template <class Out>
-__device__ inline Block<Out> rotated(float (&x)[kBlock]) {
   rotate(x);
   Block<Out> result;
 #pragma unroll
@@ -87,16 +72,6 @@ __device__ inline Block<Out> rotated(float (&x)[kBlock]) {
     }
   }
   return result;
-}
-
-/// Rounds the elements of a block to bf16.
-__device__ inline void round_to_bf16(Block<float>& block) {
-#pragma unroll
-  for (int i = 0; i < kBlock; i += 2) {
-    uint32_t const pair = pack_pair<__nv_bfloat16>(block.element(i), block.element(i + 1));
-    block.words[i] = pair << 16;
-    block.words[i + 1] = pair & 0xFFFF0000u;
-  }
 }
 
 }  // namespace fp4gemm

@@ -10,19 +10,10 @@
 
 namespace fp4gemm {
 
-/// Calls f with a value of the type that dtype stands for, FP4GEMM_BF16 or FP4GEMM_FP16.
-template <class F>
-void for_half_type(fp4gemm_dtype_t dtype, F const& f) {
-  if (dtype == FP4GEMM_BF16) {
-    f(__nv_bfloat16{});
-  } else {
-    f(__half{});
-  }
-}
-
 /// The arguments of all launches along rows.
 struct RowLaunch {
-  RowParams params;    // amax_in null: the amax of each row is found
+  RowParams params;  // amax_in null: the amax of each row is found
+  fp4gemm_dtype_t dtype;
   int64_t scale_rows;  // of the buffer, a multiple of 128
   DeviceProperties device;
   cudaStream_t stream;
@@ -30,8 +21,9 @@ struct RowLaunch {
 
 /// The launch for m rows of k elements. Each row has an amax, which is found unless `out` gives it. The
 /// options of the cast keep their defaults; the caller sets them.
-inline RowLaunch row_launch(Input const& input, int64_t m, int64_t k, fp4gemm_quantized_t const& out,
-                            Groups const& groups, DeviceProperties const& device, cudaStream_t stream) {
+inline RowLaunch row_launch(Input const& input, int64_t m, int64_t k, fp4gemm_dtype_t dtype,
+                            fp4gemm_quantized_t const& out, Groups const& groups,
+                            DeviceProperties const& device, cudaStream_t stream) {
   int const num_blocks = static_cast<int>(k / kBlock);
   RowParams const params{input,
                          m,
@@ -45,11 +37,12 @@ inline RowLaunch row_launch(Input const& input, int64_t m, int64_t k, fp4gemm_qu
                          AmaxAt::kRow,
                          groups,
                          {}};
-  return {params, scale_rows_of(m, groups.offs, groups.num), device, stream};
+  return {params, dtype, scale_rows_of(m, groups.offs, groups.num), device, stream};
 }
 
-/// TransformerEngine's cast. params.input may describe a gather.
 void launch_rows_te(RowLaunch const& launch);
+/// launch_rows_te with the gather that params.input describes, and an amax that is found.
+void launch_rows_gathered(RowLaunch const& launch);
 void launch_rows_variant(RowLaunch const& launch);
 void launch_rows_hadamard(RowLaunch const& launch, fp4gemm_hadamard_t hadamard);
 void launch_rows_four_over_six(RowLaunch const& launch);
@@ -61,16 +54,6 @@ struct TileLaunch {
   DeviceProperties device;
   cudaStream_t stream;
 };
-
-/// Calls launch with the type that kernels which rotate columns have for dtype.
-template <class Launch>
-void for_rotated_type(fp4gemm_dtype_t dtype, Launch const& launch) {
-  if (dtype == FP4GEMM_FP32) {
-    launch(float{});
-  } else {
-    launch(AnyHalf{});
-  }
-}
 
 /// launch.params describes the first of num_matrices matrices, which follow each other as their results do;
 /// with groups, or along rows too, there is one.
@@ -87,12 +70,13 @@ void launch_squares(TileLaunch const& launch, bool four_over_six, int num_matric
 /// Writes max |x| of each (m, k) matrix of the input, after the Hadamard transform if there is one, to amax
 /// (num_matrices).
 fp4gemm_status_t launch_tensor_amax(Input const& input, int num_matrices, int64_t m, int64_t k,
-                                    fp4gemm_hadamard_t hadamard, float* amax, int num_sms,
-                                    cudaStream_t stream);
+                                    fp4gemm_dtype_t dtype, fp4gemm_hadamard_t hadamard, float* amax,
+                                    int num_sms, cudaStream_t stream);
 
 /// Writes max |x| of each group to the amax of its first row, and zeros to those of all other rows.
-fp4gemm_status_t launch_group_amax(Input const& input, int64_t m, int64_t k, fp4gemm_hadamard_t hadamard,
-                                   Groups const& groups, float* amax, cudaStream_t stream);
+fp4gemm_status_t launch_group_amax(Input const& input, int64_t m, int64_t k, fp4gemm_dtype_t dtype,
+                                   fp4gemm_hadamard_t hadamard, Groups const& groups, float* amax,
+                                   cudaStream_t stream);
 
 /// Writes max |x| of each column, or of all columns together, in each group if there are groups and in each
 /// of num_matrices matrices, and of each row where params.row_amax is not null. With groups, or with rows,
@@ -126,39 +110,40 @@ bool launch_rows(RowLaunch const& launch) {
 ///     more threads fit on an SM.
 template <class Loader, class Cast, int kDepth>
 void launch_rows_any(RowLaunch const& launch) {
+  constexpr Amax kEither = Amax::kEither;
   constexpr Cover kQuads = Cover::kQuads;
-  (void)(launch_rows<Loader, Cast, RowShape<kQuads, true, false, 32, kDepth>>(launch) ||
-         launch_rows<Loader, Cast, RowShape<kQuads, true, false, 128, kDepth>>(launch) ||
-         launch_rows<Loader, Cast, RowShape<kQuads, true, false, 512 / kDepth, kDepth>>(launch) ||
-         launch_rows<Loader, Cast, RowShape<kQuads, true, true, 256, 2>>(launch));
+  (void)(launch_rows<Loader, Cast, RowShape<kEither, kQuads, true, false, 32, kDepth>>(launch) ||
+         launch_rows<Loader, Cast, RowShape<kEither, kQuads, true, false, 128, kDepth>>(launch) ||
+         launch_rows<Loader, Cast, RowShape<kEither, kQuads, true, false, 512 / kDepth, kDepth>>(launch) ||
+         launch_rows<Loader, Cast, RowShape<kEither, kQuads, true, true, 256, 2>>(launch));
 }
 
 /// Launches a shape without groups.
-template <class Loader, Cover kCover, bool kLooped, int kThreadsPerRow, int kBlocksPerThread>
+template <class Loader, Amax kAmax, Cover kCover, bool kLooped, int kThreadsPerRow, int kBlocksPerThread>
 bool launch_rows_dense(RowLaunch const& launch) {
-  using Shape = RowShape<kCover, false, kLooped, kThreadsPerRow, kBlocksPerThread>;
+  using Shape = RowShape<kAmax, kCover, false, kLooped, kThreadsPerRow, kBlocksPerThread>;
   return launch_rows<Loader, TeCast<Range::kRegular>, Shape>(launch);
 }
 
 /// Launches TransformerEngine's cast without groups, in shapes for few and for many rows. With few rows the
 /// latency of one row matters, and all its loads should be in flight at once. With many rows, fewer threads
 /// with more blocks each spend less time in the reduction, and scales are written 16 bytes at a time.
-template <class Loader>
+template <class Loader, Amax kAmax>
 void launch_dense(RowLaunch const& launch) {
   constexpr int kDeep = kPlainDepth<Loader>;
   constexpr Cover kSingles = Cover::kSingles;
   constexpr Cover kQuads = Cover::kQuads;
   if (launch.params.m < 8 * launch.device.num_sms) {
-    (void)(launch_rows_dense<Loader, kSingles, false, 32, 1>(launch) ||
-           launch_rows_dense<Loader, kSingles, false, 128, 1>(launch) ||
-           launch_rows_dense<Loader, kSingles, false, 512, 1>(launch) ||
-           launch_rows_dense<Loader, kSingles, true, 1024, 1>(launch));
+    (void)(launch_rows_dense<Loader, kAmax, kSingles, false, 32, 1>(launch) ||
+           launch_rows_dense<Loader, kAmax, kSingles, false, 128, 1>(launch) ||
+           launch_rows_dense<Loader, kAmax, kSingles, false, 512, 1>(launch) ||
+           launch_rows_dense<Loader, kAmax, kSingles, true, 1024, 1>(launch));
   } else {
-    (void)(launch_rows_dense<Loader, kQuads, false, 32, kDeep>(launch) ||
-           launch_rows_dense<Loader, kQuads, false, 128, kDeep / 2>(launch) ||
-           launch_rows_dense<Loader, kQuads, false, 128, kDeep>(launch) ||
-           launch_rows_dense<Loader, kQuads, false, 256, kDeep>(launch) ||
-           launch_rows_dense<Loader, kQuads, true, 256, kDeep>(launch));
+    (void)(launch_rows_dense<Loader, kAmax, kQuads, false, 32, kDeep>(launch) ||
+           launch_rows_dense<Loader, kAmax, kQuads, false, 128, kDeep / 2>(launch) ||
+           launch_rows_dense<Loader, kAmax, kQuads, false, 128, kDeep>(launch) ||
+           launch_rows_dense<Loader, kAmax, kQuads, false, 256, kDeep>(launch) ||
+           launch_rows_dense<Loader, kAmax, kQuads, true, 256, kDeep>(launch));
   }
 }
 

@@ -13,7 +13,6 @@ namespace fp4gemm {
 struct Input {
   void const* x;
   int64_t row_stride;              // elements
-  fp4gemm_dtype_t dtype;           // of x
   SignMasks signs{};               // Hadamard
   int64_t up_offset = 0;           // SiLU: elements from the gate to the factor `up`
   void const* residual = nullptr;  // norm: added to x, (m, k) contiguous; null: none
@@ -29,15 +28,14 @@ struct Input {
 /// The blocks of x.
 ///
 /// Every loader is constructed for a row and the first block that its thread loads. load(b) returns block
-/// first_block + b as Loaded, which converted() makes a Block<Element>; b is 64 bits wide, since a whole
-/// tensor may be loaded as one row. With kIsNorm, what load() returns must go through finish().
+/// first_block + b as a Block<Element>; b is 64 bits wide, since a whole tensor may be loaded as one row.
+/// With kIsNorm, what load() returns must go through finish().
 ///
 /// @tparam T The type of x.
 template <class T>
 class PlainLoader {
  public:
   using Element = T;
-  using Loaded = Block<T>;
   static constexpr bool kIsNorm = false;
 
   __device__ PlainLoader(Input const& input, int64_t row, int first_block)
@@ -53,13 +51,12 @@ class PlainLoader {
   T const* x_;
 };
 
-/// The blocks of x or, with an index, those of the rows that it names. A row whose index is outside of x, and
-/// every row from *row_limit on, is zero.
+/// The blocks of rows of x that an index names. A row whose index is outside of x, and every row from
+/// *row_limit on, is zero.
 template <class T>
 class GatherLoader {
  public:
   using Element = T;
-  using Loaded = Block<T>;
   static constexpr bool kIsNorm = false;
 
   __device__ GatherLoader(Input const& input, int64_t row, int first_block) {
@@ -78,55 +75,23 @@ class GatherLoader {
   T const* x_;
 };
 
-/// The blocks of x after the Hadamard transform. Input::dtype is the type of x, so that one kernel serves
-/// all.
+/// The blocks of x after the Hadamard transform.
 ///
 /// @tparam Out The type that the results are rounded to: __nv_bfloat16, or float for no rounding.
-template <class Out>
+template <class T, class Out>
 class HadamardLoader {
  public:
   using Element = Out;
-  /// A block of x: 16 words, or 8 and zeros.
-  struct Loaded {
-    uint32_t words[kBlock];
-  };
   static constexpr bool kIsNorm = false;
 
   __device__ HadamardLoader(Input const& input, int64_t row, int first_block)
-      : block_vectors_(input.dtype == FP4GEMM_FP32 ? 4 : 2), input_(input) {
-    int64_t const row_vectors = input.row_stride * block_vectors_ / kBlock;
-    x_ = static_cast<uint4 const*>(input.x) + row * row_vectors + first_block * block_vectors_;
-  }
+      : plain_(input, row, first_block), signs_(input.signs) {}
 
-  __device__ Loaded load(int64_t block) const {
-    uint4 const* const source = x_ + block * block_vectors_;
-    Loaded raw;
-#pragma unroll
-    for (int i = 0; i < kBlock / 4; ++i) {
-      uint4 const vector = i < 2 || block_vectors_ == 4 ? load_after_wait(source + i) : uint4{};
-      raw.words[4 * i] = vector.x;
-      raw.words[4 * i + 1] = vector.y;
-      raw.words[4 * i + 2] = vector.z;
-      raw.words[4 * i + 3] = vector.w;
-    }
-    return raw;
-  }
-
-  /// The transform of a block of x.
-  __device__ Block<Out> convert(Loaded const& raw) const {
-    float x[kBlock];
-    if (input_.dtype == FP4GEMM_FP32) {
-      unpack_signed<float>(raw.words, input_.signs, x);
-    } else {
-      unpack_signed_half(raw.words, input_.dtype, input_.signs, x);
-    }
-    return rotated<Out>(x);
-  }
+  __device__ Block<Out> load(int64_t block) const { return rotated<Out>(plain_.load(block), signs_); }
 
  private:
-  uint4 const* x_;
-  int block_vectors_;  // of 16 bytes
-  Input const& input_;
+  PlainLoader<T> plain_;
+  SignMasks const& signs_;
 };
 
 /// T(T(silu(gate)) * up), with the two roundings of eager F.silu(gate) * up.
@@ -134,7 +99,6 @@ template <class T>
 class SiluAndMulLoader {
  public:
   using Element = T;
-  using Loaded = Block<T>;
   static constexpr bool kIsNorm = false;
 
   __device__ SiluAndMulLoader(Input const& input, int64_t row, int first_block)
@@ -163,7 +127,6 @@ template <class T>
 class RmsNormLoader {
  public:
   using Element = T;
-  using Loaded = Block<T>;
   static constexpr bool kIsNorm = true;
 
   __device__ RmsNormLoader(Input const& input, int64_t row, int first_block)
@@ -248,16 +211,5 @@ class RmsNormLoader {
   T* sum_;
   T const* weight_;
 };
-
-/// The block of what load() returned.
-template <class Loader>
-__device__ inline Block<typename Loader::Element> converted([[maybe_unused]] Loader const& loader,
-                                                            typename Loader::Loaded const& loaded) {
-  if constexpr (cuda::std::is_same_v<typename Loader::Loaded, Block<typename Loader::Element>>) {
-    return loaded;
-  } else {
-    return loader.convert(loaded);
-  }
-}
 
 }  // namespace fp4gemm

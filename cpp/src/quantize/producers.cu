@@ -21,7 +21,7 @@ fp4gemm_quantized_t result_of(Args const& args) {
 
 template <class T, bool kLooped, int kThreadsPerRow>
 bool silu(RowLaunch const& launch) {
-  using Shape = RowShape<Cover::kQuads, true, kLooped, kThreadsPerRow, 2>;
+  using Shape = RowShape<Amax::kRow, Cover::kQuads, true, kLooped, kThreadsPerRow, 2>;
   return launch_rows<SiluAndMulLoader<T>, Te, Shape>(launch);
 }
 
@@ -33,7 +33,7 @@ void launch_silu(RowLaunch const& launch) {
 
 template <class T, Cover kCover, int kThreadsPerRow, int kBlocksPerThread>
 bool norm(RowLaunch const& launch) {
-  using Shape = RowShape<kCover, false, false, kThreadsPerRow, kBlocksPerThread>;
+  using Shape = RowShape<Amax::kRow, kCover, false, false, kThreadsPerRow, kBlocksPerThread>;
   return launch_rows<RmsNormLoader<T>, Te, Shape>(launch);
 }
 
@@ -54,44 +54,59 @@ void launch_norm(RowLaunch const& launch) {
          norm<T, kQuads, 1024, 4>(launch));
 }
 
-/// Calls fp8(Fp8Launch) where the call wants FP8 codes, else nvfp4(RowLaunch, T{}), T the type of the input.
-template <class Args, class Fp8, class Nvfp4>
-fp4gemm_status_t launch_producer(Args const& args, Input const& input, Groups const& groups,
-                                 DeviceProperties const& properties, cudaStream_t stream, Fp8 const& fp8,
-                                 Nvfp4 const& nvfp4) {
+}  // namespace
+
+fp4gemm_status_t launch_silu_and_mul_quantize(fp4gemm_silu_and_mul_quantize_args_t const& args,
+                                              DeviceProperties const& properties, fp4gemm_stream_t stream) {
   if (args.m == 0) {
     return FP4GEMM_SUCCESS;
   }
+  Input input{args.x, args.x_row_stride};
+  input.up_offset = args.k;
+  Groups const groups{args.offs, args.num_groups};
   if (args.fp8 != nullptr) {
-    fp8(fp8_launch(input, args.m, args.k, args.fp8, args.amax, groups, properties, stream));
+    launch_silu_fp8(
+        fp8_launch(input, args.m, args.k, args.x_dtype, args.fp8, args.amax, groups, properties, stream));
+    FP4GEMM_CUDA(cudaGetLastError());
+    return FP4GEMM_SUCCESS;
+  }
+  RowLaunch const launch =
+      row_launch(input, args.m, args.k, args.x_dtype, result_of(args), groups, properties, stream);
+  if (args.x_dtype == FP4GEMM_BF16) {
+    launch_silu<__nv_bfloat16>(launch);
   } else {
-    RowLaunch const launch = row_launch(input, args.m, args.k, result_of(args), groups, properties, stream);
-    for_half_type(input.dtype, [&](auto type) { nvfp4(launch, type); });
+    launch_silu<__half>(launch);
   }
   FP4GEMM_CUDA(cudaGetLastError());
   return FP4GEMM_SUCCESS;
 }
 
-}  // namespace
-
-fp4gemm_status_t launch_silu_and_mul_quantize(fp4gemm_silu_and_mul_quantize_args_t const& args,
-                                              DeviceProperties const& properties, fp4gemm_stream_t stream) {
-  Input input{args.x, args.x_row_stride, args.x_dtype};
-  input.up_offset = args.k;
-  return launch_producer(args, input, {args.offs, args.num_groups}, properties, stream, launch_silu_fp8,
-                         [](RowLaunch const& launch, auto type) { launch_silu<decltype(type)>(launch); });
-}
-
 fp4gemm_status_t launch_rms_norm_quantize(fp4gemm_rms_norm_quantize_args_t const& args,
                                           DeviceProperties const& properties, fp4gemm_stream_t stream) {
-  Input input{args.x, args.x_row_stride, args.x_dtype};
+  if (args.m == 0) {
+    return FP4GEMM_SUCCESS;
+  }
+  Input input{args.x, args.x_row_stride};
   input.residual = args.residual;
   input.sum = args.sum;
   input.weight = args.weight;
   input.k = args.k;
   input.epsilon = args.epsilon;
-  return launch_producer(args, input, {}, properties, stream, launch_norm_fp8,
-                         [](RowLaunch const& launch, auto type) { launch_norm<decltype(type)>(launch); });
+  if (args.fp8 != nullptr) {
+    launch_norm_fp8(
+        fp8_launch(input, args.m, args.k, args.x_dtype, args.fp8, args.amax, {}, properties, stream));
+    FP4GEMM_CUDA(cudaGetLastError());
+    return FP4GEMM_SUCCESS;
+  }
+  RowLaunch const launch =
+      row_launch(input, args.m, args.k, args.x_dtype, result_of(args), {}, properties, stream);
+  if (args.x_dtype == FP4GEMM_BF16) {
+    launch_norm<__nv_bfloat16>(launch);
+  } else {
+    launch_norm<__half>(launch);
+  }
+  FP4GEMM_CUDA(cudaGetLastError());
+  return FP4GEMM_SUCCESS;
 }
 
 }  // namespace fp4gemm

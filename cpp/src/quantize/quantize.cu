@@ -31,8 +31,7 @@ template <class Loader>
 __global__ void __launch_bounds__(kAmaxThreads)
     tensor_amax(Input input, unsigned first_matrix, int64_t rows, int64_t blocks_per_row, float* amax) {
   using Element = typename Loader::Element;
-  using Loaded = typename Loader::Loaded;
-  static_assert(cuda::std::is_same_v<decltype(&Loader::load), Loaded (Loader::*)(int64_t) const>,
+  static_assert(cuda::std::is_same_v<decltype(&Loader::load), Block<Element> (Loader::*)(int64_t) const>,
                 "a contiguous x is one row, whose blocks have numbers beyond 32 bits from 2^35 elements on");
   int64_t const matrix = int64_t{first_matrix} + blockIdx.z;
   uint32_t bits = 0;
@@ -41,18 +40,18 @@ __global__ void __launch_bounds__(kAmaxThreads)
     int64_t const step = int64_t{gridDim.x} * kAmaxThreads;
     int64_t block = int64_t{blockIdx.x} * kAmaxThreads + threadIdx.x;
     for (; block + (kAmaxUnroll - 1) * step < blocks_per_row; block += kAmaxUnroll * step) {
-      Loaded loaded[kAmaxUnroll];
+      Block<Element> loaded[kAmaxUnroll];
 #pragma unroll
       for (int i = 0; i < kAmaxUnroll; ++i) {
         loaded[i] = loader.load(block + i * step);
       }
 #pragma unroll
       for (int i = 0; i < kAmaxUnroll; ++i) {
-        bits = max(bits, block_amax_bits(converted(loader, loaded[i])));
+        bits = max(bits, block_amax_bits(loaded[i]));
       }
     }
     for (; block < blocks_per_row; block += step) {
-      bits = max(bits, block_amax_bits(converted(loader, loader.load(block))));
+      bits = max(bits, block_amax_bits(loader.load(block)));
     }
   }
   bits = row_max<kAmaxThreads>(bits, 0);
@@ -80,7 +79,7 @@ __global__ void __launch_bounds__(kAmaxThreads)
   Loader const loader(input, row, 0);
   uint32_t bits = 0;
   for (int block = static_cast<int>(threadIdx.x); block < num_blocks; block += kAmaxThreads) {
-    bits = max(bits, block_amax_bits(converted(loader, loader.load(block))));
+    bits = max(bits, block_amax_bits(loader.load(block)));
   }
   bits = row_max<kAmaxThreads>(bits, 0);
   if (threadIdx.x == 0) {
@@ -91,26 +90,28 @@ __global__ void __launch_bounds__(kAmaxThreads)
 /// Calls launch with the loader for a type of x and a Hadamard transform, as a type_identity.
 template <class Launch>
 void for_loader(fp4gemm_dtype_t dtype, fp4gemm_hadamard_t hadamard, Launch const& launch) {
-  switch (hadamard) {
-    case FP4GEMM_HADAMARD_NONE:
-      for_type(dtype, [&](auto type) { launch(cuda::std::type_identity<PlainLoader<decltype(type)>>{}); });
-      break;
-    case FP4GEMM_HADAMARD_BF16: launch(cuda::std::type_identity<HadamardLoader<__nv_bfloat16>>{}); break;
-    case FP4GEMM_HADAMARD_FP32: launch(cuda::std::type_identity<HadamardLoader<float>>{}); break;
-  }
+  for_type(dtype, [&](auto type) {
+    using T = decltype(type);
+    switch (hadamard) {
+      case FP4GEMM_HADAMARD_NONE: launch(cuda::std::type_identity<PlainLoader<T>>{}); break;
+      case FP4GEMM_HADAMARD_BF16: launch(cuda::std::type_identity<HadamardLoader<T, __nv_bfloat16>>{}); break;
+      case FP4GEMM_HADAMARD_FP32: launch(cuda::std::type_identity<HadamardLoader<T, float>>{}); break;
+    }
+  });
 }
 
 fp4gemm_status_t launch_along_rows(fp4gemm_quantize_args_t const& args, DeviceProperties const& properties,
                                    cudaStream_t stream) {
   fp4gemm_quantized_t const& out = args.row;
   bool const per_row = args.scaling == FP4GEMM_SCALING_ROW;
-  Input input{args.x, args.x_row_stride, args.x_dtype};
+  Input input{args.x, args.x_row_stride};
   input.signs = sign_masks(args.hadamard_signs, args.x_dtype);
   input.rows = args.x_rows;
   input.num_rows = args.x_num_rows;
   Groups groups{args.offs, args.num_groups};
   if (out.fp8 != nullptr) {
-    launch_rows_fp8(fp8_launch(input, args.m, args.k, out.fp8, out.amax, groups, properties, stream));
+    launch_rows_fp8(
+        fp8_launch(input, args.m, args.k, args.x_dtype, out.fp8, out.amax, groups, properties, stream));
     return FP4GEMM_SUCCESS;
   }
   bool const is_te = out.hadamard == FP4GEMM_HADAMARD_NONE && args.encode == FP4GEMM_ENCODE_TE &&
@@ -120,7 +121,7 @@ fp4gemm_status_t launch_along_rows(fp4gemm_quantize_args_t const& args, DevicePr
     input.row_limit = groups.offs + groups.num - 1;
     groups = {};
   }
-  RowLaunch launch = row_launch(input, args.m, args.k, out, groups, properties, stream);
+  RowLaunch launch = row_launch(input, args.m, args.k, args.x_dtype, out, groups, properties, stream);
   RowParams& params = launch.params;
   params.cast = cast_options(args);
   if (!per_row) {
@@ -130,12 +131,13 @@ fp4gemm_status_t launch_along_rows(fp4gemm_quantize_args_t const& args, DevicePr
     // The amax of each group is repeated for its rows; others are the caller's.
     params.amax = args.offs != nullptr && !per_row ? out.amax : nullptr;
   } else if (!per_row && args.offs != nullptr) {
-    FP4GEMM_TRY(launch_group_amax(input, args.m, args.k, out.hadamard, groups, out.amax, stream));
+    FP4GEMM_TRY(
+        launch_group_amax(input, args.m, args.k, args.x_dtype, out.hadamard, groups, out.amax, stream));
     params.amax_in = out.amax;
     params.amax_at = AmaxAt::kGroupStart;
   } else if (!per_row) {
-    FP4GEMM_TRY(
-        launch_tensor_amax(input, 1, args.m, args.k, out.hadamard, out.amax, properties.num_sms, stream));
+    FP4GEMM_TRY(launch_tensor_amax(input, 1, args.m, args.k, args.x_dtype, out.hadamard, out.amax,
+                                   properties.num_sms, stream));
     params.amax_in = out.amax;
     params.amax = nullptr;
   }
@@ -145,15 +147,12 @@ fp4gemm_status_t launch_along_rows(fp4gemm_quantize_args_t const& args, DevicePr
     launch_rows_hadamard(launch, out.hadamard);
   } else if (params.cast.te_per_token || params.cast.rng_state != nullptr) {
     launch_rows_variant(launch);
+  } else if (input.rows != nullptr || input.row_limit != nullptr) {
+    launch_rows_gathered(launch);
   } else {
     launch_rows_te(launch);
   }
   return FP4GEMM_SUCCESS;
-}
-
-Rotation rotation_of(fp4gemm_quantize_args_t const& args) {
-  return {args.x_dtype, args.column.hadamard == FP4GEMM_HADAMARD_BF16,
-          sign_masks(args.hadamard_signs, args.x_dtype)};
 }
 
 /// The number of columns of the quantized x^T.
@@ -172,10 +171,17 @@ fp4gemm_status_t find_amaxes(fp4gemm_quantize_args_t const& args, int num_matric
   *column = args.column.amax_given != nullptr ? args.column.amax_given : args.column.amax;
   fp4gemm_hadamard_t const hadamard = args.column.hadamard;
   Groups const groups{args.offs, args.num_groups};
-  ColumnAmaxParams const params{
-      args.x,   args.x_row_stride, args.m, args.k, columns_of(args), nullptr, args.column.amax,
-      !per_row, rotation_of(args), groups};
-  Input const input{args.x, args.x_row_stride, args.x_dtype};
+  ColumnAmaxParams const params{args.x,
+                                args.x_row_stride,
+                                args.m,
+                                args.k,
+                                columns_of(args),
+                                nullptr,
+                                args.column.amax,
+                                !per_row,
+                                sign_masks(args.hadamard_signs, args.x_dtype),
+                                groups};
+  Input const input{args.x, args.x_row_stride};
   if (per_row) {
     ColumnAmaxParams both = params;
     both.row_amax = wants_row ? args.row.amax : nullptr;
@@ -183,8 +189,8 @@ fp4gemm_status_t find_amaxes(fp4gemm_quantize_args_t const& args, int num_matric
                         : FP4GEMM_SUCCESS;
   }
   if (wants_row) {
-    FP4GEMM_TRY(launch_tensor_amax(input, num_matrices, args.m, args.k, FP4GEMM_HADAMARD_NONE, args.row.amax,
-                                   num_sms, stream));
+    FP4GEMM_TRY(launch_tensor_amax(input, num_matrices, args.m, args.k, args.x_dtype, FP4GEMM_HADAMARD_NONE,
+                                   args.row.amax, num_sms, stream));
   }
   if (wants_column && (hadamard != FP4GEMM_HADAMARD_NONE || groups.offs != nullptr)) {
     FP4GEMM_TRY(launch_columns_amax(params, num_matrices, args.x_dtype, hadamard, num_sms, stream));
@@ -192,7 +198,7 @@ fp4gemm_status_t find_amaxes(fp4gemm_quantize_args_t const& args, int num_matric
     FP4GEMM_CUDA(cudaMemcpyAsync(args.column.amax, args.row.amax, num_matrices * sizeof(float),
                                  cudaMemcpyDeviceToDevice, stream));
   } else if (wants_column) {
-    FP4GEMM_TRY(launch_tensor_amax(input, num_matrices, args.m, args.k, FP4GEMM_HADAMARD_NONE,
+    FP4GEMM_TRY(launch_tensor_amax(input, num_matrices, args.m, args.k, args.x_dtype, FP4GEMM_HADAMARD_NONE,
                                    args.column.amax, num_sms, stream));
   }
   return FP4GEMM_SUCCESS;
@@ -227,7 +233,7 @@ fp4gemm_status_t launch_along_columns(fp4gemm_quantize_args_t const& args, int n
                      args.k,
                      side(args.row, row_amax, args.k),
                      side(args.column, column_amax, columns_of(args)),
-                     rotation_of(args),
+                     sign_masks(args.hadamard_signs, args.x_dtype),
                      cast_options(args),
                      {args.offs, args.num_groups}},
                     args.x_dtype,
@@ -253,8 +259,8 @@ fp4gemm_status_t launch_along_columns(fp4gemm_quantize_args_t const& args, int n
 }  // namespace
 
 fp4gemm_status_t launch_tensor_amax(Input const& input, int num_matrices, int64_t m, int64_t k,
-                                    fp4gemm_hadamard_t hadamard, float* amax, int num_sms,
-                                    cudaStream_t stream) {
+                                    fp4gemm_dtype_t dtype, fp4gemm_hadamard_t hadamard, float* amax,
+                                    int num_sms, cudaStream_t stream) {
   FP4GEMM_CUDA(cudaMemsetAsync(amax, 0, num_matrices * sizeof(float), stream));
   bool const flat = input.row_stride == k;  // a matrix is one long row
   Input rows_of = input;
@@ -266,7 +272,7 @@ fp4gemm_status_t launch_tensor_amax(Input const& input, int num_matrices, int64_
   int64_t const grid_rows = std::clamp<int64_t>(ctas / ctas_per_row, 1, rows);
   for_grid_parts(num_matrices, kMaxGridY, [&](int64_t first_matrix, unsigned matrices) {
     dim3 const grid(static_cast<unsigned>(ctas_per_row), static_cast<unsigned>(grid_rows), matrices);
-    for_loader(input.dtype, hadamard, [&](auto loader) {
+    for_loader(dtype, hadamard, [&](auto loader) {
       using Loader = typename decltype(loader)::type;
       tensor_amax<Loader><<<grid, kAmaxThreads, 0, stream>>>(rows_of, static_cast<unsigned>(first_matrix),
                                                              rows, blocks_per_row, amax);
@@ -276,10 +282,11 @@ fp4gemm_status_t launch_tensor_amax(Input const& input, int num_matrices, int64_
   return FP4GEMM_SUCCESS;
 }
 
-fp4gemm_status_t launch_group_amax(Input const& input, int64_t m, int64_t k, fp4gemm_hadamard_t hadamard,
-                                   Groups const& groups, float* amax, cudaStream_t stream) {
+fp4gemm_status_t launch_group_amax(Input const& input, int64_t m, int64_t k, fp4gemm_dtype_t dtype,
+                                   fp4gemm_hadamard_t hadamard, Groups const& groups, float* amax,
+                                   cudaStream_t stream) {
   FP4GEMM_CUDA(cudaMemsetAsync(amax, 0, m * sizeof(float), stream));
-  for_loader(input.dtype, hadamard, [&](auto loader) {
+  for_loader(dtype, hadamard, [&](auto loader) {
     using Loader = typename decltype(loader)::type;
     group_amax<Loader><<<static_cast<unsigned>(m), kAmaxThreads, 0, stream>>>(
         input, groups, m, static_cast<int>(k / kBlock), amax);

@@ -26,10 +26,17 @@ struct RowParams {
   uint8_t* scales;
   uint4* decoded;        // out, (m, 2 * num_blocks): fp16 values; null: codes and scales are written instead
   float* amax;           // out, (m); null: not written
-  float const* amax_in;  // the amaxes to use; null: the amax of each row is found
+  float const* amax_in;  // the amaxes to use; null: found, see Amax
   AmaxAt amax_at;
   Groups groups;
   CastOptions cast;
+};
+
+/// How a row gets the amax that it is scaled by.
+enum class Amax {
+  kRow,     // found: the amax of the row itself
+  kGiven,   // read from amax_in
+  kEither,  // read from amax_in, or found where amax_in is null
 };
 
 /// The rows of a tile of 128 rows of scales that one CTA quantizes.
@@ -42,6 +49,7 @@ enum class Cover {
 /// How the threads of a CTA share its rows. A turn is what the threads of a row hold in registers at a time,
 /// kThreadsPerRow * kBlocksPerThread blocks.
 ///
+/// @tparam kAmax_ How a row gets its amax.
 /// @tparam kCover_ Which rows a CTA quantizes.
 /// @tparam kGrouped_ Whether RowParams::groups may hold groups. If not, no code looks for the group of a row.
 /// @tparam kLooped_ Whether a row may have more blocks than a turn. If so, the turns after the first are read
@@ -49,8 +57,10 @@ enum class Cover {
 /// @tparam kThreadsPerRow_ Threads that share a row: 32, where each of the CTA's four warps has a row of its
 ///     own, or 128 and more, where the whole CTA shares a row and quantizes its rows one after the other.
 /// @tparam kBlocksPerThread_ Blocks of a turn that a thread holds.
-template <Cover kCover_, bool kGrouped_, bool kLooped_, int kThreadsPerRow_, int kBlocksPerThread_>
+template <Amax kAmax_, Cover kCover_, bool kGrouped_, bool kLooped_, int kThreadsPerRow_,
+          int kBlocksPerThread_>
 struct RowShape {
+  static constexpr Amax kAmax = kAmax_;
   static constexpr Cover kCover = kCover_;
   static constexpr bool kGrouped = kGrouped_;
   static constexpr bool kLooped = kLooped_;

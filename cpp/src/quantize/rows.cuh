@@ -75,33 +75,17 @@ struct Turn {
 
   __device__ float amax(int i) const { return Block<Element>::from_bits(amax_bits[i]); }
 
-  /// Loads the blocks, those beyond the row as zeros, and returns the largest of amax_bits. All loads are
-  /// issued before the first of their results is converted.
+  /// Loads the blocks, those beyond the row as zeros, and returns the largest of amax_bits.
   __device__ uint32_t load(Loader const& loader, int turn, int thread, int num_blocks) {
-    typename Loader::Loaded loaded[Shape::kBlocksPerThread];
 #pragma unroll
     for (int i = 0; i < Shape::kBlocksPerThread; ++i) {
       if (thread + offset_of(turn, i) < num_blocks) {
-        loaded[i] = loader.load(offset_of(turn, i));
+        blocks[i] = loader.load(offset_of(turn, i));
       } else {
-        loaded[i] = {};
+        blocks[i] = {};
       }
     }
-#pragma unroll
-    for (int i = 0; i < Shape::kBlocksPerThread; ++i) {
-      blocks[i] = converted(loader, loaded[i]);
-    }
     return find_amax();
-  }
-
-  /// Loads all turns of a row and returns the largest of amax_bits. The first turn is loaded last, so that it
-  /// stays in registers.
-  __device__ uint32_t load_row(Loader const& loader, int num_turns, int thread, int num_blocks) {
-    uint32_t bits = 0;
-    for (int turn = num_turns - 1; turn >= 0; --turn) {
-      bits = max(bits, load(loader, turn, thread, num_blocks));
-    }
-    return bits;
   }
 
   /// The RMS norm in place of h, which is what the loader of a norm loads; writes the sum x + residual. *norm
@@ -142,40 +126,13 @@ struct Turn {
   }
 };
 
-/// What a thread has in a kernel in which each CTA has one row, or each warp where warps have rows.
-///
-/// @tparam Shape A RowShape with Cover::kSingles and without groups.
-template <class Shape>
-struct OneRow {
-  static_assert(Shape::kCover == Cover::kSingles && Shape::kRounds == 1 && !Shape::kGrouped,
-                "a thread has one row");
-
-  int64_t row;    // rows beyond those of x are of whole warps, which share no row with others
-  int thread;     // among those that share the row
-  int num_turns;  // of a row with num_blocks blocks
-
-  /// Waits for the kernel before this one, as quantize_rows does: nothing is read or written ahead of it.
-  __device__ static OneRow after_wait(int num_blocks) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;\n griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-    int const turns = Shape::kLooped ? (num_blocks + Shape::kTurnBlocks - 1) / Shape::kTurnBlocks : 1;
-    int64_t const first = int64_t{blockIdx.x} * Shape::kCtaRows;
-    if constexpr (Shape::kWarpRows) {
-      return {first + threadIdx.x / 32, static_cast<int>(threadIdx.x % 32), turns};
-    } else {
-      return {first, static_cast<int>(threadIdx.x), turns};
-    }
-  }
-};
-
 /// A block that is read again, as the cast sees it.
 template <class Loader>
 __device__ auto reload(Loader const& loader, int offset, [[maybe_unused]] float norm) {
   if constexpr (Loader::kIsNorm) {
     return loader.finish(offset, loader.reload(offset), norm);
   } else {
-    return converted(loader, loader.load(offset));
+    return loader.load(offset);
   }
 }
 
@@ -324,7 +281,8 @@ __global__ void __launch_bounds__(Shape::kThreads, min_ctas<Loader, Shape>()) qu
     }
   }
   int const thread = static_cast<int>(Shape::kWarpRows ? threadIdx.x % 32 : threadIdx.x);
-  bool const finds_amax = p.amax_in == nullptr;
+  bool const finds_amax =
+      Shape::kAmax == Amax::kRow || (Shape::kAmax == Amax::kEither && p.amax_in == nullptr);
   bool const is_staged = kQuads && (!Shape::kLooped || p.num_words <= kMaxStagedWords);
   int const num_scales = kScaleWord * p.num_words;
   int const num_turns = Shape::kLooped ? (num_scales + Shape::kTurnBlocks - 1) / Shape::kTurnBlocks : 1;
@@ -358,7 +316,11 @@ __global__ void __launch_bounds__(Shape::kThreads, min_ctas<Loader, Shape>()) qu
 
     Loader const loader(p.input, row, thread);
     Turn<Loader, Shape> turn;
-    uint32_t bits = turn.load_row(loader, num_turns, thread, p.num_blocks);
+    uint32_t bits = 0;
+    // The first turn is loaded last, so that it stays in registers.
+    for (int t = num_turns - 1; t >= 0; --t) {
+      bits = max(bits, turn.load(loader, t, thread, p.num_blocks));
+    }
     float norm = 0.0f;
     if constexpr (Loader::kIsNorm) {
       bits = turn.normalize(loader, p.input, thread, p.num_blocks, round % 2, &norm);

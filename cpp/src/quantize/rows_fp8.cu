@@ -4,7 +4,7 @@
 namespace fp4gemm {
 
 void launch_rows_fp8(Fp8Launch const& launch) {
-  for_type(launch.params.input.dtype, [&](auto type) {
+  for_type(launch.dtype, [&](auto type) {
     using Loader = PlainLoader<decltype(type)>;
     launch_fp8<Loader, kPlainDepth<Loader>>(launch);
   });

@@ -18,16 +18,18 @@ struct Fp8Params {
 /// The arguments of a launch.
 struct Fp8Launch {
   Fp8Params params;
+  fp4gemm_dtype_t dtype;
   DeviceProperties const& device;
   cudaStream_t stream;
 };
 
 /// The launch for m rows of k elements; `groups` only set where the rows of zeros begin.
-inline Fp8Launch fp8_launch(Input const& input, int64_t m, int64_t k, uint8_t* codes, float* amax,
-                            Groups const& groups, DeviceProperties const& device, cudaStream_t stream) {
+inline Fp8Launch fp8_launch(Input const& input, int64_t m, int64_t k, fp4gemm_dtype_t dtype, uint8_t* codes,
+                            float* amax, Groups const& groups, DeviceProperties const& device,
+                            cudaStream_t stream) {
   Fp8Params params{input, m, static_cast<int>(k / kBlock), reinterpret_cast<uint4*>(codes), amax};
   params.input.row_limit = groups.offs != nullptr ? groups.offs + groups.num - 1 : nullptr;
-  return {params, device, stream};
+  return {params, dtype, device, stream};
 }
 
 /// Blocks whose codes are transposed together: 64 elements.
@@ -96,14 +98,22 @@ __device__ inline uint4 transpose_quad(uint4 words) {
 /// codes are not stored.
 ///
 /// @tparam Loader What a row is made from (loaders.cuh).
-/// @tparam Shape How threads share the rows, see OneRow.
+/// @tparam Shape How threads share the rows: a RowShape with Amax::kRow, Cover::kSingles and without groups.
 template <class Loader, class Shape>
 __global__ void __launch_bounds__(Shape::kThreads, min_ctas<Loader, Shape>()) quantize_rows_fp8(Fp8Params p) {
+  static_assert(Shape::kAmax == Amax::kRow && Shape::kCover == Cover::kSingles && Shape::kRounds == 1 &&
+                    !Shape::kGrouped,
+                "a thread has one row, whose amax is found");
   static_assert(kBlock == 4 * kFp8Quad && Shape::kThreadsPerRow % kFp8Quad == 0,
                 "neighbouring lanes have neighbouring blocks, of four words each");
-  auto const [row, thread, num_turns] = OneRow<Shape>::after_wait(p.num_blocks);
+#if __CUDA_ARCH__ >= 900
+  // As in quantize_rows: nothing is read or written before this wait.
+  asm volatile("griddepcontrol.wait;\n griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+  int const thread = static_cast<int>(Shape::kWarpRows ? threadIdx.x % 32 : threadIdx.x);
+  int64_t const row = int64_t{blockIdx.x} * Shape::kCtaRows + (Shape::kWarpRows ? threadIdx.x / 32 : 0);
   if (row >= p.m) {
-    return;
+    return;  // whole warps, each of which has a row of its own
   }
   uint4* const codes = p.codes + row * p.num_blocks + thread;
   int64_t const source = source_row(p.input, row);
@@ -119,7 +129,12 @@ __global__ void __launch_bounds__(Shape::kThreads, min_ctas<Loader, Shape>()) qu
 
   Loader const loader(p.input, source, thread);
   Turn<Loader, Shape> turn;
-  uint32_t bits = turn.load_row(loader, num_turns, thread, p.num_blocks);
+  int const num_turns = Shape::kLooped ? (p.num_blocks + Shape::kTurnBlocks - 1) / Shape::kTurnBlocks : 1;
+  uint32_t bits = 0;
+  // The first turn is loaded last, so that it stays in registers.
+  for (int t = num_turns - 1; t >= 0; --t) {
+    bits = max(bits, turn.load(loader, t, thread, p.num_blocks));
+  }
   float norm = 0.0f;
   if constexpr (Loader::kIsNorm) {
     bits = turn.normalize(loader, p.input, thread, p.num_blocks, 0, &norm);
@@ -155,7 +170,7 @@ __global__ void __launch_bounds__(Shape::kThreads, min_ctas<Loader, Shape>()) qu
 /// Launches quantize_rows_fp8 and returns true, unless a row has more blocks than the shape has room for.
 template <class Loader, bool kLooped, int kThreadsPerRow, int kBlocksPerThread>
 bool launch_fp8_shape(Fp8Launch const& launch) {
-  using Shape = RowShape<Cover::kSingles, false, kLooped, kThreadsPerRow, kBlocksPerThread>;
+  using Shape = RowShape<Amax::kRow, Cover::kSingles, false, kLooped, kThreadsPerRow, kBlocksPerThread>;
   if (!kLooped && launch.params.num_blocks > Shape::kTurnBlocks) {
     return false;
   }

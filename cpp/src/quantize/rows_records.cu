@@ -30,18 +30,28 @@ __device__ void store_amax(RecordParams const& p, uint8_t* record, float amax) {
 /// Quantizes rows of x as quantize_rows (rows.cuh) does, and writes their records.
 ///
 /// @tparam Loader, Cast As of quantize_rows.
-/// @tparam Shape How threads share the rows, see OneRow.
+/// @tparam Shape How threads share the rows: a RowShape with Amax::kRow, Cover::kSingles and without groups.
 template <class Loader, class Cast, class Shape>
 __global__ void __launch_bounds__(Shape::kThreads, min_ctas<Loader, Shape>())
     quantize_to_records(RecordParams p) {
+  using Element = typename Loader::Element;
   using AnyCast = typename Cast::template Rebind<Range::kAny>;
-  int const num_scales = kScaleWord * p.num_words;
-  auto const [row, thread, num_turns] = OneRow<Shape>::after_wait(num_scales);
+  static_assert(Shape::kAmax == Amax::kRow && Shape::kCover == Cover::kSingles && Shape::kRounds == 1 &&
+                    !Shape::kGrouped,
+                "a thread has one row, whose amax is found");
+#if __CUDA_ARCH__ >= 900
+  // As in quantize_rows: nothing is read or written before this wait.
+  asm volatile("griddepcontrol.wait;\n griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+  int const thread = static_cast<int>(Shape::kWarpRows ? threadIdx.x % 32 : threadIdx.x);
+  int64_t const row = int64_t{blockIdx.x} * Shape::kCtaRows + (Shape::kWarpRows ? threadIdx.x / 32 : 0);
   if (row >= p.m) {
-    return;
+    return;  // whole warps, each of which has a row of its own
   }
   typename Cast::Shared const shared(p.cast, 0);
   typename AnyCast::Shared const any_shared(p.cast, 0);
+  int const num_scales = kScaleWord * p.num_words;
+  int const num_turns = Shape::kLooped ? (num_scales + Shape::kTurnBlocks - 1) / Shape::kTurnBlocks : 1;
   int64_t const first_block = (p.first_row + row) * p.num_blocks + thread;
   uint8_t* const record = p.records + row * p.record_bytes;
   RowOutput const out{thread,
@@ -54,7 +64,11 @@ __global__ void __launch_bounds__(Shape::kThreads, min_ctas<Loader, Shape>())
 
   Loader const loader(p.input, row, thread);
   Turn<Loader, Shape> turn;
-  uint32_t const bits = turn.load_row(loader, num_turns, thread, p.num_blocks);
+  uint32_t bits = 0;
+  // The first turn is loaded last, so that it stays in registers.
+  for (int t = num_turns - 1; t >= 0; --t) {
+    bits = max(bits, turn.load(loader, t, thread, p.num_blocks));
+  }
   bool has_nan = false;
   float const amax = find_row_amax<Loader, Shape>(loader, bits, thread, p.num_blocks, 0.0f, 0, &has_nan);
   if (thread == 0) {
@@ -79,7 +93,7 @@ struct RecordLaunch {
 /// Launches quantize_to_records and returns true, unless a row has more blocks than the shape has room for.
 template <class Loader, class Cast, bool kLooped, int kThreadsPerRow, int kBlocksPerThread>
 bool launch_shape(RecordLaunch const& launch) {
-  using Shape = RowShape<Cover::kSingles, false, kLooped, kThreadsPerRow, kBlocksPerThread>;
+  using Shape = RowShape<Amax::kRow, Cover::kSingles, false, kLooped, kThreadsPerRow, kBlocksPerThread>;
   if (!kLooped && kScaleWord * launch.params.num_words > Shape::kTurnBlocks) {
     return false;
   }
@@ -111,7 +125,7 @@ fp4gemm_status_t launch_quantize_records(fp4gemm_quantize_records_args_t const& 
   cast.e4m3_max = static_cast<float>(args.e4m3_max);
   cast.mean_square = args.four_over_six == FP4GEMM_FOUR_OVER_SIX_MSE;
   cast.fast_error = args.fast_error != 0;
-  RecordLaunch const launch{{{args.x, args.x_row_stride, args.x_dtype},
+  RecordLaunch const launch{{{args.x, args.x_row_stride},
                              args.m,
                              num_blocks,
                              num_words_of(num_blocks),

@@ -1,16 +1,22 @@
-// TransformerEngine's cast along rows, the most common one, with shapes for few and for many rows. Its loader
-// reads the rows in their order, or those that an index names.
+// TransformerEngine's cast along rows, the most common one, with shapes for few and for many rows.
 #include "quantize/launch.cuh"
 
 namespace fp4gemm {
+namespace {
+
+using Te = TeCast<Range::kRegular>;
+
+}  // namespace
 
 void launch_rows_te(RowLaunch const& launch) {
-  for_type(launch.params.input.dtype, [&](auto type) {
-    using Loader = GatherLoader<decltype(type)>;
+  for_type(launch.dtype, [&](auto type) {
+    using T = decltype(type);
     if (launch.params.groups.offs != nullptr) {
-      launch_rows_any<Loader, TeCast<Range::kRegular>, kPlainDepth<Loader>>(launch);
+      launch_rows_any<PlainLoader<T>, Te, kPlainDepth<PlainLoader<T>>>(launch);
+    } else if (launch.params.amax_in == nullptr) {
+      launch_dense<PlainLoader<T>, Amax::kRow>(launch);
     } else {
-      launch_dense<Loader>(launch);
+      launch_dense<PlainLoader<T>, Amax::kGiven>(launch);
     }
   });
 }

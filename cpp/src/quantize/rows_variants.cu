@@ -11,20 +11,23 @@ using FourOverSix = FourOverSixCast<Range::kRegular>;
 }  // namespace
 
 void launch_rows_variant(RowLaunch const& launch) {
-  for_type(launch.params.input.dtype,
+  for_type(launch.dtype,
            [&](auto type) { launch_rows_any<PlainLoader<decltype(type)>, Variant, 2>(launch); });
 }
 
 void launch_rows_hadamard(RowLaunch const& launch, fp4gemm_hadamard_t hadamard) {
-  if (hadamard == FP4GEMM_HADAMARD_BF16) {
-    launch_rows_any<HadamardLoader<__nv_bfloat16>, Variant, 2>(launch);
-  } else {
-    launch_rows_any<HadamardLoader<float>, Variant, 2>(launch);
-  }
+  for_type(launch.dtype, [&](auto type) {
+    using T = decltype(type);
+    if (hadamard == FP4GEMM_HADAMARD_BF16) {
+      launch_rows_any<HadamardLoader<T, __nv_bfloat16>, Variant, 2>(launch);
+    } else {
+      launch_rows_any<HadamardLoader<T, float>, Variant, 2>(launch);
+    }
+  });
 }
 
 void launch_rows_four_over_six(RowLaunch const& launch) {
-  for_type(launch.params.input.dtype,
+  for_type(launch.dtype,
            [&](auto type) { launch_rows_any<PlainLoader<decltype(type)>, FourOverSix, 2>(launch); });
 }
 

@@ -233,7 +233,7 @@ fp4gemm_status_t launch_quantize_searched(fp4gemm_quantize_searched_args_t const
                             args.codes,
                             args.scales};
   if (args.amax_given == nullptr && !per_row) {
-    FP4GEMM_TRY(launch_tensor_amax(Input{args.x, args.x_row_stride, args.x_dtype}, 1, args.m, args.k,
+    FP4GEMM_TRY(launch_tensor_amax(Input{args.x, args.x_row_stride}, 1, args.m, args.k, args.x_dtype,
                                    FP4GEMM_HADAMARD_NONE, args.amax, properties.num_sms, stream));
   }
   int64_t const scale_bytes = scale_rows_of(args.m) * params.num_words * kScaleWord;

@@ -176,7 +176,11 @@ __global__ void __launch_bounds__(kTileThreads<T>, kFourOverSix ? 1 : kSquareCta
     Panel<T> panel{};
     if (is_real) {
       T const* const first = x + row * p.row_stride + column;
-      panel.load(first, p.row_stride, p.m - row);
+      if (row + kBlock <= p.m) {
+        panel.template load<false>(first, p.row_stride, kBlock);
+      } else {
+        panel.template load<true>(first, p.row_stride, p.m - row);
+      }
     }
     Block<T> blocks[kColumns];
     uint32_t bits = 0;
