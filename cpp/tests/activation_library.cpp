@@ -7,7 +7,9 @@ extern "C" __attribute__((visibility("default"))) void fp4gemm_test_activate(int
   auto const activation = static_cast<cutlass_evt::Activation>(kind);
   if (!cutlass_evt::is_gated(activation)) {
     for (long i = 0; i < n; ++i) {
-      out[i] = cutlass_evt::nodes::activate_one(activation, in[i]);
+      float one[1] = {in[i]};
+      cutlass_evt::nodes::activate_all<1>(activation, one);
+      out[i] = one[0];
     }
     return;
   }
