@@ -21,7 +21,17 @@ import torch
 
 from ..engine import requests
 from ..engine.arms import ARMS
-from ..engine.run import ROOT, Plan, environment, last_lines, measured
+from ..engine.run import (
+    ROOT,
+    Plan,
+    Started,
+    environment,
+    last_lines,
+    measured,
+    silence,
+    start,
+    wait_until_ready,
+)
 from ..measure import machine
 from ..models.shapes import SHAPES, Shape
 from ..report import engine as report
@@ -69,9 +79,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--requests",
-        action="store_true",
-        help="vllm serve and requests that arrive, in place of single steps",
+        type=kind_of(one_of(list(ARMS)), "names of arms"),
+        metavar="NAMES",
+        default=[],
+        help="also measure vllm serve with requests that arrive, of these arms",
     )
+    add("--no-steps", action="store_true", help="measure the requests alone")
     add("--eager-compile", action="store_true", help="CUDA graphs without torch.compile")
     add("--work", type=Path, default=ROOT / "build" / "engine" / "work", help="checkpoints, logs and caches")
     add(
@@ -153,31 +166,45 @@ def _plan(args: argparse.Namespace, shape: Shape, is_cuda: bool, deadline: float
 
 def _of_model(args: argparse.Namespace, plan: Plan, journal: Journal, device: torch.device) -> Iterator[Row]:
     model = plan.shape.name
-    wanted = args.arms or [name for name, arm in ARMS.items() if plan.is_cuda or not arm.needs_gpu]
-    kind = "requests" if args.requests else "engine"
-    todo = []
-    for name in wanted:
-        found = journal.found(f"{kind} {model} {plan.num_layers} {name}")
-        if found is None:
-            todo.append(name)
-        else:
-            yield from found
+    arms = args.arms or [name for name, arm in ARMS.items() if plan.is_cuda or not arm.needs_gpu]
+    todo = []  # (what, name of an arm)
+    for what, names in (("engine", [] if args.no_steps else arms), ("requests", args.requests)):
+        for name in names:
+            found = journal.found(_job(plan, what, name))
+            if found is None:
+                todo.append((what, name))
+            else:
+                yield from found
     if not todo:
         return
     if plan.deadline - time.monotonic() < SHORTEST:
-        print(f"no time is left for {model}: {', '.join(todo)}", flush=True)
+        print(f"no time is left for {model}: {', '.join(' '.join(each) for each in todo)}", flush=True)
         return
     began = time.monotonic()
-    plan.prepare(todo, device)
+    plan.prepare([name for _, name in todo], device)
     print(f"    checkpoints: {time.monotonic() - began:.0f} s", flush=True)
-    if args.requests:
-        yield from _served(args, plan, todo, journal)
-        return
-    for name, steps, problem in measured(plan, todo):
-        _show(name, steps, problem, time.monotonic() - began)
-        _keep_kernels(args, plan, name, steps)
-        made = _rows(plan, name, steps, problem)
-        yield from journal.add(f"engine {model} {plan.num_layers} {name}", made, kept=problem is None)
+    started: list[Started] = []
+    try:
+        for what, name in todo:
+            started.append(start(plan, name) if what == "engine" else _server(plan, name))
+        wait_until_ready(started, min(plan.start_s, plan.deadline - time.monotonic()))
+        print(f"{time.monotonic() - began:6.0f} s  all have started, or not in their time", flush=True)
+        for (what, name), arm in zip(todo, started, strict=True):
+            if isinstance(arm, requests.Server):
+                made, problem = _served(plan, name, arm, started)
+            else:
+                found, problem = measured(plan, arm, started)
+                _show(name, found, problem, time.monotonic() - began)
+                _keep_kernels(args, plan, name, found)
+                made = _rows(plan, name, found, problem)
+            yield from journal.add(_job(plan, what, name), made, kept=problem is None)
+    finally:
+        for arm in started:
+            arm.end()
+
+
+def _job(plan: Plan, what: str, name: str) -> str:
+    return f"{what} {plan.shape.name} {plan.num_layers} {name}"
 
 
 def _rows(plan: Plan, name: str, found: list[dict[str, Any]], problem: str | None) -> list[Row]:
@@ -191,11 +218,14 @@ def _rows(plan: Plan, name: str, found: list[dict[str, Any]], problem: str | Non
         "role": "ours" if arm.is_ours else "baseline",
     }
     facts: dict[str, Any] = {}
+    gpu: dict[tuple[str, int], dict[str, Any]] = {}
     for each in found:
-        if each["kind"] == "memory":
+        if each["kind"] in ("memory", "busy"):
             facts |= {key: value for key, value in each.items() if key != "kind"}
         if each["kind"] == "verified":
             facts |= {"methods": each["methods"], "off_by": each["off_by"], "start_s": each["start_s"]}
+        if each["kind"] == "gpu":
+            gpu[each["step"], each["size"]] = {key: us for key, us in each.items() if key.endswith("gpu_us")}
     made: list[Row] = []
     for each in found:
         step = {"decode": "batch", "prefill": "prompts"}.get(each["kind"])
@@ -204,6 +234,7 @@ def _rows(plan: Plan, name: str, found: list[dict[str, Any]], problem: str | Non
         case = f"engine {plan.shape.name} {plan.num_layers} {each['kind']} {each[step]}"
         us = {"us": round(1e3 * each["ms"], 1)}
         more = {key: value for key, value in each.items() if key not in ("kind", "ms")}
+        us |= gpu.get((each["kind"], each[step]), {})
         made.append({**shared, "case": case, "step": each["kind"], **us, **more, **facts})
     if problem is not None:
         made.append({**shared, "case": f"engine {plan.shape.name} {plan.num_layers}", "refused": problem})
@@ -219,9 +250,7 @@ def _show(name: str, found: list[dict[str, Any]], problem: str | None, seconds: 
                 key.removeprefix("model.layers.0."): round(value, 4) for key, value in each["off_by"].items()
             }
             print(f"          off by {json.dumps(off)}; tokens {[tokens[0] for tokens in each['tokens']]}")
-        elif each["kind"] in ("decode", "prefill"):
-            print(f"          {json.dumps({key: value for key, value in each.items() if key != 'kernels'})}")
-        elif each["kind"] == "memory":
+        elif each["kind"] in ("busy", "decode", "prefill", "memory", "gpu"):
             print(f"          {json.dumps(each)}", flush=True)
 
 
@@ -229,7 +258,7 @@ def _keep_kernels(args: argparse.Namespace, plan: Plan, name: str, found: list[d
     for each in found:
         if each["kind"] != "profile":
             continue
-        step = report.one_step(each["kernels"], each["steps"])
+        step = each["kernels"]
         print(report.kernels_text(step, f"{plan.shape.name} {name} batch {each['batch']}", plan.num_layers))
         if args.profiles is not None:
             args.profiles.parent.mkdir(parents=True, exist_ok=True)
@@ -238,45 +267,40 @@ def _keep_kernels(args: argparse.Namespace, plan: Plan, name: str, found: list[d
                 file.write(json.dumps(line | {"kernels": step}) + "\n")
 
 
-def _served(args: argparse.Namespace, plan: Plan, names: list[str], journal: Journal) -> Iterator[Row]:
-    """A row for each load of each arm's server. All servers start together; one is measured at a time."""
+def _server(plan: Plan, name: str) -> requests.Server:
+    arm = ARMS[name]
+    folder = plan.folder / "runs" / f"{plan.shape.name}-{name}-serve"
+    cache = plan.cache(f"{name}-serve")  # two processes that compile at the same time share none
+    return requests.Server(plan.checkpoint(arm), folder, environment(arm, cache), plan.engine(arm))
+
+
+def _served(
+    plan: Plan, name: str, server: requests.Server, started: list[Started]
+) -> tuple[list[Row], str | None]:
+    """The rows of a server, one for each load, and why they are not all or None."""
     model = plan.shape.name
     is_tiny = model.startswith("tiny")
     sizes = (8, 16, 8) if is_tiny else (128, plan.input * 2, plan.output)
     loads = [requests.Load(sizes[0], rate, sizes[1], sizes[2], plan.shape.vocab) for rate in (RATE, 0.0)]
-    servers = []
-    for name in names:
-        arm = ARMS[name]
-        folder = plan.folder / "runs" / f"{model}-{name}-serve"
-        mine = environment(arm, plan.cache(name))
-        servers.append((name, requests.Server(plan.checkpoint(arm), folder, mine, plan.engine(arm))))
-    try:
-        for name, server in servers:
-            shared = {"bench": "requests", "model": model, "layers": plan.num_layers}
-            shared |= {"contender": ARMS[name].name, "role": "ours" if ARMS[name].is_ours else "baseline"}
-            seconds = min(args.start, plan.deadline - time.monotonic())
-            rows: list[Row] = []
-            problem = None
-            if not server.wait(seconds):
-                problem = f"no answer in {seconds:.0f} s: {last_lines(server.started.log())}"
-            else:
-                requests.answers(server.url, loads[0].requests()[: sizes[0] // 4])  # the first calls are slow
-                for load in loads:
-                    what = f"{load.rate:g} a second" if load.rate else "at once"
-                    case = f"requests {model} {plan.num_layers} {load.count} {what}"
-                    try:
-                        figures = requests.measured(server.url, load)
-                    except RuntimeError as error:
-                        problem = str(error)
-                        break
-                    rows.append({**shared, "case": case, "us": 1e3 * figures["tpot_ms"], **figures})
-                    print(f"          {name} {json.dumps(figures)}", flush=True)
-            server.stop()
-            if problem is not None:
-                print(f"          {name} {problem}", flush=True)
-                rows.append({**shared, "case": f"requests {model} {plan.num_layers}", "refused": problem})
-            job = f"requests {model} {plan.num_layers} {name}"
-            yield from journal.add(job, rows, kept=problem is None)
-    finally:
-        for _, server in servers:
-            server.stop()
+    shared = {"bench": "requests", "model": model, "layers": plan.num_layers}
+    shared |= {"contender": ARMS[name].name, "role": "ours" if ARMS[name].is_ours else "baseline"}
+    rows: list[Row] = []
+    busy, problem = silence(server, started, plan.is_cuda)
+    if problem is None and not server.is_ready():
+        problem = f"no answer in its time: {last_lines(server.log())}"
+    if problem is None:
+        requests.answers(server.url, loads[0].requests()[: sizes[0] // 4])  # the first calls are slow
+        for load in loads:
+            what = f"{load.rate:g} a second" if load.rate else "at once"
+            case = f"requests {model} {plan.num_layers} {load.count} {what}"
+            try:
+                figures = requests.measured(server.url, load)
+            except RuntimeError as error:
+                problem = str(error)
+                break
+            rows.append({**shared, "case": case, "us": 1e3 * figures["tpot_ms"], **figures, **busy})
+            print(f"          {name} {json.dumps(figures | busy)}", flush=True)
+    if problem is not None:
+        print(f"          {name} {problem}", flush=True)
+        rows.append({**shared, "case": f"requests {model} {plan.num_layers}", "refused": problem})
+    return rows, problem

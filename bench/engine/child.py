@@ -9,8 +9,8 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import os
 import random
+import signal
 import statistics
 import sys
 import time
@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from . import inside
+from .kernels import own_us, steps_of
 
 SECONDS_OF_WAIT = 900.0
-NUM_PROFILED = 8  # steps
+NUM_PROFILED = 10  # steps of a profile, from the prompts to the last token
 
 
 class Steps:
@@ -89,8 +90,11 @@ class Child:
         for count in self.spec["prompts"]:
             self.prefill(count)
         self.emit(kind="memory", **self.llm.collective_rpc(inside.memory)[0])
-        for batch in self.spec["profiled"]:
-            self.profile(batch)
+        if self.spec["has_gpu"]:  # last, since a profile slows the host
+            for batch in self.spec["batches"]:
+                self.profile_decode(batch)
+            for count in self.spec["prompts"]:
+                self.profile_prefill(count)
         self.emit(kind="done")
 
     def verify(self) -> str | None:
@@ -162,21 +166,34 @@ class Child:
             tokens_per_s=round(count * length / best),
         )
 
-    def profile(self, batch: int) -> None:
-        """The kernels of one step of decode, in their order."""
+    def profile_decode(self, batch: int) -> None:
+        """How long the GPU is busy in a step of decode, and the kernels of one step in their order."""
         given = self.prompts(batch, self.spec["input"], "decode")
         self.generated(given, 2)
         self.llm.collective_rpc(inside.start_profile)
-        self.generated(given, NUM_PROFILED + 2)
+        self.generated(given, NUM_PROFILED)
+        steps = steps_of(self.llm.collective_rpc(inside.stop_profile)[0], NUM_PROFILED)
+        if not steps:
+            self.emit(kind="gpu", step="decode", size=batch, error="the profile has no whole steps")
+            return
+        busy = [sum(own_us(step)) for step in steps]
+        us = round(statistics.median(busy), 1)
+        self.emit(kind="gpu", step="decode", size=batch, gpu_us=us, every_gpu_us=[round(t, 1) for t in busy])
+        if batch in self.spec["profiled"]:
+            nearest = min(range(len(steps)), key=lambda i: abs(busy[i] - us))
+            self.emit(kind="profile", batch=batch, kernels=steps[nearest])
+
+    def profile_prefill(self, count: int) -> None:
+        """How long the GPU is busy in a prefill."""
+        given = self.prompts(count, self.spec["prefill"], "profile")
+        self.llm.collective_rpc(inside.start_profile)
+        self.generated(given, 1)
         kernels = self.llm.collective_rpc(inside.stop_profile)[0]
-        self.emit(kind="profile", batch=batch, steps=NUM_PROFILED + 2, kernels=kernels)
+        self.emit(kind="gpu", step="prefill", size=count, gpu_us=round(sum(own_us(kernels)), 1))
 
 
 def main() -> None:
-    """Runs the arm of the spec in the file that the argument names, and ends the process at once.
-
-    The parent ends the process of the engine, whose orderly end takes seconds.
-    """
+    """Runs the arm of the spec in the file that the argument names, and waits until the parent ends it."""
     spec = json.loads(Path(sys.argv[1]).read_text())
     child = Child(spec)
     Path(spec["ready"]).touch()
@@ -187,7 +204,7 @@ def main() -> None:
         time.sleep(0.05)
     child.run()
     sys.stdout.flush()
-    os._exit(0)
+    signal.pause()
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .run import Started
+from .run import Started, wait_until_ready
 
 SECONDS_OF_A_REQUEST = 120.0
 
@@ -76,7 +76,7 @@ def body(prompt: Sequence[int], tokens: int, **more: Any) -> dict[str, Any]:
     }
 
 
-class Server:
+class Server(Started):
     """A process of ``vllm serve`` on a free port of this machine."""
 
     def __init__(
@@ -88,11 +88,12 @@ class Server:
     ) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+            port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
         folder.mkdir(parents=True, exist_ok=True)
         # The module of `vllm serve`, whose command line needs the metadata of a package "vllm".
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", f"--model={checkpoint}"]
-        command += ["--host=127.0.0.1", f"--port={self.port}", "--served-model-name=model"]
+        command += ["--host=127.0.0.1", f"--port={port}", "--served-model-name=model"]
         for name, value in arguments.items():
             option = f"--{name.replace('_', '-')}"
             if value is True:
@@ -107,13 +108,9 @@ class Server:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        self.started = Started(folder.name, process, folder)
+        super().__init__(folder.name, process, folder)
 
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    def is_up(self) -> bool:
+    def is_ready(self) -> bool:
         """Whether the server answers."""
         import urllib.error
         import urllib.request
@@ -124,32 +121,21 @@ class Server:
         except (OSError, urllib.error.URLError):
             return False
 
-    def wait(self, seconds: float) -> bool:
-        """Wait until the server answers; False if its process ends first, or the time is over."""
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline and self.started.process.poll() is None:
-            if self.is_up():
-                return True
-            time.sleep(0.3)
-        return False
-
-    def stop(self) -> None:
-        self.started.stop()
-
 
 @contextlib.contextmanager
 def serving(server: Server, seconds: float) -> Iterator[Server]:
-    """A server that answers; it is stopped at the end.
+    """A server that answers; it is ended at the end.
 
     Raises:
         RuntimeError: it does not answer in this time; the text has the end of its log.
     """
     try:
-        if not server.wait(seconds):
-            raise RuntimeError(f"vllm serve does not answer: {server.started.log()[-3000:]}")
+        wait_until_ready([server], seconds)
+        if not server.is_ready():
+            raise RuntimeError(f"vllm serve does not answer: {server.log()[-3000:]}")
         yield server
     finally:
-        server.stop()
+        server.end()
 
 
 async def complete(session: Any, url: str, what: Any, after: float = 0.0, abort_after: int = 0) -> Answer:

@@ -1,7 +1,9 @@
 """Starts the arms of a model, each in a process of its own, and measures one after another.
 
-The engines start at the same time, since a start takes a minute or two and most of it on the CPU. While one
-arm is measured the others wait idle with their weights on the GPU.
+The engines start at the same time, since a start takes a minute or two and most of it on the CPU. No arm is
+measured before all have started. While one is measured the processes of the others are stopped (SIGSTOP),
+with their weights on the GPU. An arm that was measured stays stopped until the last one was, since the driver
+is busy when a process with memory on the GPU ends.
 """
 
 from __future__ import annotations
@@ -15,17 +17,19 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..models.shapes import Shape
+from . import quiet
 from .arms import ARMS, Arm
 from .checkpoints import make
 
 ROOT = Path(__file__).parents[2]
+SECONDS_TO_IDLE = 10.0  # of the GPU, before an arm is measured
 CAPTURED = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # batch sizes with a CUDA graph
 
 
@@ -101,28 +105,66 @@ class Started:
     name: str
     process: subprocess.Popen[bytes]
     folder: Path
+    held: list[int] = dataclasses.field(default_factory=list)  # the processes that are stopped
 
-    @property
     def is_ready(self) -> bool:
         return (self.folder / "ready").exists()
 
     def found(self) -> list[dict[str, Any]]:
         """What the arm has found until now."""
         path = self.folder / "found"
-        lines = path.read_text().splitlines() if path.exists() else []
-        return [json.loads(line) for line in lines]
+        whole, _, _ = (path.read_text() if path.exists() else "").rpartition("\n")  # a line may be unfinished
+        return [json.loads(line) for line in whole.splitlines()]
 
     def log(self) -> str:
         return (self.folder / "log").read_text(errors="replace")
 
-    def stop(self) -> None:
-        """End the process and its children: it began a session of its own."""
-        for each in (signal.SIGTERM, signal.SIGKILL):
+    def hold(self) -> None:
+        """Stop the process and its descendants until :meth:`go_on`."""
+        if not self.held and self.process.poll() is None:
+            self.held = quiet.tree(self.process.pid)
+            quiet.send(self.held, signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """Let the processes that :meth:`hold` stopped continue."""
+        quiet.send(reversed(self.held), signal.SIGCONT)
+        self.held = []
+
+    def end(self) -> None:
+        """End the process and its descendants."""
+        if self.held:
+            quiet.send(self.held, signal.SIGKILL)
+        for each in (signal.SIGTERM, signal.SIGKILL):  # it began a session of its own
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, each)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(timeout=5)
             time.sleep(0.3)
+
+
+def wait_until_ready(started: Sequence[Started], seconds: float) -> None:
+    """Wait until all have started or ended. Those that have not in this time are ended."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if all(each.is_ready() or each.process.poll() is not None for each in started):
+            return
+        time.sleep(0.2)
+    for each in started:
+        if not each.is_ready():  # it must not disturb the others
+            each.end()
+
+
+def silence(one: Started, started: Sequence[Started], is_cuda: bool) -> tuple[dict[str, float], str | None]:
+    """(what else was busy, why ``one`` cannot be measured or None); ``one`` alone runs afterwards."""
+    for each in started:
+        each.hold()
+    busy: dict[str, float] = {"others_cores": quiet.busy_cores(0.5)}
+    if is_cuda:
+        busy["others_gpu_percent"] = percent = quiet.gpu_percent(SECONDS_TO_IDLE)
+        if percent > 0:
+            return busy, f"the GPU is {percent} % busy with something else"
+    one.go_on()
+    return busy, None
 
 
 def environment(arm: Arm, cache: Path) -> dict[str, str]:
@@ -148,6 +190,7 @@ def spec_of(plan: Plan, arm: Arm, folder: Path) -> dict[str, Any]:
         "engine": plan.engine(arm),
         "vocabulary": plan.shape.vocab,
         "off_by": arm.off_by,
+        "has_gpu": plan.is_cuda,
         "batches": list(plan.batches),
         "prompts": list(plan.prompts),
         "profiled": list(plan.profiled),
@@ -156,55 +199,48 @@ def spec_of(plan: Plan, arm: Arm, folder: Path) -> dict[str, Any]:
     }
 
 
-def measured(plan: Plan, names: Sequence[str]) -> Iterator[tuple[str, list[dict[str, Any]], str | None]]:
-    """(the name of an arm, what it found, why that is not all or None), one arm after another."""
-    started = []
-    for name in names:
-        folder = plan.folder / "runs" / f"{plan.shape.name}-{name}"
-        folder.mkdir(parents=True, exist_ok=True)
-        for each in ("ready", "go", "found"):
-            (folder / each).unlink(missing_ok=True)
-        (folder / "spec.json").write_text(json.dumps(spec_of(plan, ARMS[name], folder)))
-        with (folder / "log").open("wb") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "bench.engine.child", str(folder / "spec.json")],
-                env=environment(ARMS[name], plan.cache(name)),
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        started.append(Started(name, process, folder))
-    try:
-        deadline = min(time.monotonic() + plan.start_s, plan.deadline)
-        while time.monotonic() < deadline:
-            if all(arm.is_ready or arm.process.poll() is not None for arm in started):
-                break
-            time.sleep(0.2)
-        for arm in started:
-            if not arm.is_ready:  # it must not disturb the others
-                arm.stop()
-        for arm in started:
-            yield arm.name, *_measure(plan, arm)
-    finally:
-        for arm in started:
-            arm.stop()
+def start(plan: Plan, name: str) -> Started:
+    """Start the engine of an arm; it waits for the file ``go`` when it is ready."""
+    folder = plan.folder / "runs" / f"{plan.shape.name}-{name}"
+    folder.mkdir(parents=True, exist_ok=True)
+    for each in ("ready", "go", "found"):
+        (folder / each).unlink(missing_ok=True)
+    (folder / "spec.json").write_text(json.dumps(spec_of(plan, ARMS[name], folder)))
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "bench.engine.child", str(folder / "spec.json")],
+            env=environment(ARMS[name], plan.cache(name)),
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    return Started(name, process, folder)
 
 
-def _measure(plan: Plan, arm: Started) -> tuple[list[dict[str, Any]], str | None]:
-    if not arm.is_ready:
+def measured(plan: Plan, arm: Started, started: Sequence[Started]) -> tuple[list[dict[str, Any]], str | None]:
+    """(what an arm found, why that is not all or None). The others of those that have started are held."""
+    if not arm.is_ready():
         return [], f"the engine did not start in its time: {last_lines(arm.log())}"
+    busy, problem = silence(arm, started, plan.is_cuda)
+    if problem is not None:
+        return [], problem
     seconds = max(0.0, min(plan.measure_s, plan.deadline - time.monotonic()))
     (arm.folder / "go").touch()
-    problem = None
-    try:
-        if arm.process.wait(timeout=seconds) != 0:
-            problem = f"the engine ended with {arm.process.returncode}: {last_lines(arm.log())}"
-    except subprocess.TimeoutExpired:
-        problem = f"the measurement took more than {seconds:.0f} s"
-    arm.stop()
+    deadline = time.monotonic() + seconds
+    while not (is_over := any(each["kind"] in ("done", "refused") for each in arm.found())):
+        if arm.process.poll() is not None or time.monotonic() > deadline:
+            break
+        time.sleep(0.2)
     found = arm.found()
+    if not is_over:
+        code = arm.process.poll()
+        problem = (
+            f"the measurement took more than {seconds:.0f} s"
+            if code is None
+            else f"the engine ended with {code}: {last_lines(arm.log())}"
+        )
     refused = next((str(each["reason"]) for each in found if each["kind"] == "refused"), None)
-    return found, refused or problem
+    return [{"kind": "busy", **busy}, *found], refused or problem
 
 
 def last_lines(log: str) -> str:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-import re
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..engine.kernels import Kernel, own_us
 from .readme import WIDTH, marks
 from .results import Row
 from .tables import table_lines
 
-Kernel = tuple[str, float, float]  # name, begin and microseconds
 SHOWN = 26  # kernels of a step
 
 
@@ -23,7 +21,7 @@ def lines(rows: Sequence[Row]) -> list[str]:
     models = dict.fromkeys((row["model"], row["layers"]) for row in rows if "us" in row)
     for model, layers in models:
         mine = [row for row in rows if (row["model"], row["layers"]) == (model, layers) and "us" in row]
-        for table in (_steps(mine), _requests(mine)):
+        for table in (*(_steps(mine, key) for key in ("us", "gpu_us")), _requests(mine)):
             if table:
                 what = textwrap.fill(f"{model}, {layers} layers. {table[0]}", WIDTH)
                 made += ["", what, "", *table[1:]]
@@ -43,10 +41,13 @@ def into(paths: Sequence[Path], rows: Sequence[Row]) -> None:
         whole = path.read_text(encoding="utf-8")
         if (whole.count(begin), whole.count(end)) != (1, 1) or whole.index(begin) > whole.index(end):
             raise ValueError(f"--readme: {path} must hold one {begin} and after it one {end}")
-        first = rows[0]
+        facts = {
+            key: ", ".join(dict.fromkeys(row[key] for row in rows))
+            for key in ("device", "date", "torch", "vllm", "revision", "options")
+        }
         where = textwrap.fill(
-            f"{first['device']}, {first['date']}, torch {first['torch']}, vLLM {first['vllm']}, revision "
-            f"{first['revision']}, {first['options']} and CUDA graphs, by `python -m bench engine`.",
+            f"{facts['device']}, {facts['date']}, torch {facts['torch']}, vLLM {facts['vllm']}, revision "
+            f"{facts['revision']}, {facts['options']} and CUDA graphs, by `python -m bench engine`.",
             WIDTH,
         )
         table = "\n".join([where, *lines(rows)])
@@ -59,10 +60,12 @@ def text(rows: Sequence[Row]) -> str:
     return "\n".join([*lines(rows), "", *(refused or ["Nothing was refused."])])
 
 
-def _steps(rows: Sequence[Row]) -> list[str]:
-    steps = [row for row in rows if row["bench"] == "engine"]
+def _steps(rows: Sequence[Row], key: str) -> list[str]:
+    """The table of one time: "us", of a step as a user sees it, or "gpu_us", in which the GPU is busy."""
+    steps = [row for row in rows if row["bench"] == "engine" and key in row]
     if not steps:
         return []
+    is_whole = key == "us"
     by_arm: dict[str, dict[tuple[str, int], Row]] = {}
     best: dict[tuple[str, int], float] = {}  # microseconds of the fastest of vLLM's own
     for row in steps:
@@ -70,26 +73,30 @@ def _steps(rows: Sequence[Row]) -> list[str]:
         by_arm.setdefault(row["contender"], {})[column] = row
         best.setdefault(column, math.inf)
         if row["role"] == "baseline":
-            best[column] = min(best[column], row["us"])
+            best[column] = min(best[column], row[key])
+    columns = sorted(best)  # decode before prefill
     body = []
     for name, cells in by_arm.items():
         first = next(iter(cells.values()))
-        memory = f"{first['weights_gib']:.2f}" if "weights_gib" in first else ""
-        texts = [_cell(cells[column], best[column]) if column in cells else "" for column in best]
-        body.append((name, *texts, memory))
+        memory = (f"{first['weights_gib']:.2f}" if "weights_gib" in first else "",) if is_whole else ()
+        texts = [_cell(cells[column], key, best[column]) if column in cells else "" for column in columns]
+        body.append((name, *texts, *memory))
+    headings = ("arm", *(f"{step} {size}" for step, size in columns), *(("GiB",) if is_whole else ()))
+    if not is_whole:
+        what = "Milliseconds of these steps in which a kernel or a copy runs on the GPU, by the profiler:"
+        return [what, *table_lines(headings, body)]
     lengths = {row["step"]: row["input"] for row in steps}
     what = "Milliseconds (and times as fast as the best of vLLM's own)"
     if "decode" in lengths:
         what += f" of a step of decode by batch, after prompts of {lengths['decode']} tokens"
     if "prefill" in lengths:
         what += f", and of a prefill by number of prompts of {lengths['prefill']} tokens"
-    headings = [f"{step} {size}" for step, size in best]
-    return [f"{what}; GiB of weights:", *table_lines(("arm", *headings, "GiB"), body)]
+    return [f"{what}; GiB of weights:", *table_lines(headings, body)]
 
 
-def _cell(row: Row, best: float) -> str:
+def _cell(row: Row, key: str, best: float) -> str:
     is_compared = row["role"] == "ours" and best < math.inf
-    return f"{row['us'] / 1e3:.2f}" + (f" ({best / row['us']:.2f})" if is_compared else "")
+    return f"{row[key] / 1e3:.2f}" + (f" ({best / row[key]:.2f})" if is_compared else "")
 
 
 def _requests(rows: Sequence[Row]) -> list[str]:
@@ -117,50 +124,22 @@ def _requests(rows: Sequence[Row]) -> list[str]:
     return [what, *table_lines(headings, body)]
 
 
-def one_step(kernels: Sequence[Kernel], steps: int) -> list[Kernel]:
-    """The kernels of the last whole step but one, with begins relative to its first.
-
-    The steps are separated at the kernel that is called once in each, behind the longest idle time.
-    """
-    named = [(short(name), begin, us) for name, begin, us in kernels]
-    counts: dict[str, int] = {}
-    for name, _, _ in named:
-        counts[name] = counts.get(name, 0) + 1
-    gaps: dict[str, list[float]] = {}
-    for before, one in itertools.pairwise(named):
-        if abs(counts[one[0]] - steps) <= 1:
-            gaps.setdefault(one[0], []).append(one[1] - before[1] - before[2])
-    if not gaps:
-        return named
-    first = max(gaps, key=lambda name: sum(gaps[name]) / len(gaps[name]))
-    begins = [i for i, one in enumerate(named) if one[0] == first]
-    if len(begins) < 3:
-        return named
-    step = named[begins[-3] : begins[-2]]
-    return [(name, round(begin - step[0][1], 2), round(us, 2)) for name, begin, us in step]
-
-
 def kernels_text(step: Sequence[Kernel], title: str, num_layers: int) -> str:
     """The kernels of a step by name, with calls and microseconds for each layer, the longest first."""
     if not step:
         return f"          {title}: no kernels were recorded"
-    whole = step[-1][1] + step[-1][2] - step[0][1]
-    busy = sum(us for _, _, us in step)
+    own = own_us(step)
+    whole = max(begin + us for _, begin, us in step) - step[0][1]
     by_name: dict[str, list[float]] = {}
-    for name, _, us in step:
-        by_name.setdefault(name, []).append(us)
+    profiled: dict[str, float] = {}
+    for (name, _, us), alone in zip(step, own, strict=True):
+        by_name.setdefault(name, []).append(alone)
+        profiled[name] = profiled.get(name, 0.0) + us
     made = [
-        f"          {title}: {len(step)} kernels, {busy:.0f} us busy of {whole:.0f} us; "
-        "calls and us for each layer, us of a call:"
+        f"          {title}: {len(step)} kernels, {sum(own):.0f} us busy of {whole:.0f} us; for each layer: "
+        "calls, us that no kernel before it runs, us in the profile:"
     ]
     for name, times in sorted(by_name.items(), key=lambda item: -sum(item[1]))[:SHOWN]:
-        each = sum(times)
-        figures = f"{len(times) / num_layers:6.2f} {each / num_layers:8.2f} {each / len(times):8.2f}"
-        made.append(f"          {figures}  {name[:130]}")
+        figures = (len(times) / num_layers, sum(times) / num_layers, profiled[name] / num_layers)
+        made.append(f"          {figures[0]:6.2f} {figures[1]:8.2f} {figures[2]:8.2f}  {name[:130]}")
     return "\n".join(made)
-
-
-def short(name: str) -> str:
-    """The name of a kernel without its return type and the namespaces that say nothing."""
-    name = re.sub(r"^void ", "", name)
-    return re.sub(r"\b(cutlass|cute|at::native|std|thrust|cub)::", "", name)[:240]

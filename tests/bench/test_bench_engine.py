@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
 import struct
+import subprocess
+import sys
 import tarfile
+import time
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -12,10 +18,10 @@ from typing import Any
 import pytest
 import torch
 
-from bench.engine import fatbin, pack, requests
+from bench.engine import fatbin, kernels, pack, requests
 from bench.engine.arms import ARMS
 from bench.engine.checkpoints import decoded, make, nvfp4
-from bench.engine.run import Plan, last_lines
+from bench.engine.run import Plan, Started, last_lines, silence
 from bench.models.shapes import Shape
 from bench.report import engine as report
 
@@ -187,6 +193,7 @@ def test_the_tables_compare_ours_with_the_best_of_theirs() -> None:
             "contender": "fp4gemm W4A16",
             "role": "ours",
             "us": 1600.0,
+            "gpu_us": 1250.0,
             "weights_gib": 1.5,
         },
         {
@@ -201,20 +208,93 @@ def test_the_tables_compare_ours_with_the_best_of_theirs() -> None:
     text = report.text(rows)
     assert "| vLLM bf16 | 3.00 |" in text
     assert "| fp4gemm W4A16 | 1.60 (1.25) | 1.50 |" in text
+    assert "| fp4gemm W4A16 | 1.25 |" in text  # of the GPU, where nothing else says it
     assert "c, x: it is wrong" in text
 
 
-def test_one_step_of_a_profile() -> None:
-    """Five steps of three kernels; the longest idle time is before the first of each."""
-    kernels = []
-    for step in range(5):
+def _profile(steps: int) -> list[kernels.Kernel]:
+    """Steps of 100 us with four kernels; the third starts while the second runs, and waits for it."""
+    made = []
+    for step in range(steps):
         at = 100.0 * step
-        kernels += [("void first(int)", at, 5.0), ("gemm", at + 6, 10.0), ("gemm", at + 17, 10.0)]
-    step_found = report.one_step(kernels, 5)
-    assert step_found == [("first(int)", 0.0, 5.0), ("gemm", 6.0, 10.0), ("gemm", 17.0, 10.0)]
-    text = report.kernels_text(step_found, "one", 2)
-    assert "3 kernels, 25 us busy of 27 us" in text
-    assert "1.00    10.00    10.00  gemm" in text
+        made += [("void first(int)", at, 5.0), ("gemm", at + 6, 10.0), ("gemm", at + 7, 19.0)]
+        made.append((f"last of {step}", at + 40, 2.0))
+    return made
+
+
+def test_the_steps_of_a_profile() -> None:
+    """The longest idle time is before the first kernel of a step; the first two and the last are left out."""
+    found = kernels.steps_of(_profile(6), 6)
+    assert [step[3][0] for step in found] == ["last of 2", "last of 3", "last of 4"]
+    assert found[0][:3] == [("first(int)", 0.0, 5.0), ("gemm", 6.0, 10.0), ("gemm", 7.0, 19.0)]
+
+
+def test_a_kernel_that_is_not_of_every_step_separates_none() -> None:
+    """It is called as often as there are steps, behind a longer idle time, but all at the end."""
+    late = [("update", 1000.0 + 500 * i, 3.0) for i in range(6)]
+    found = kernels.steps_of([*_profile(6), *late], 6)
+    assert [step[0][0] for step in found] == ["first(int)"] * 3
+    assert kernels.steps_of(late, 60) == []
+
+
+def test_every_moment_belongs_to_one_kernel() -> None:
+    """A kernel that waits for the one before it counts from its end."""
+    step = kernels.steps_of(_profile(6), 6)[0]
+    assert kernels.own_us(step) == [5.0, 10.0, 10.0, 2.0]
+    assert kernels.own_us([("one", 0.0, 9.0), ("inside", 2.0, 3.0)]) == [9.0, 0.0]
+    text = report.kernels_text(step, "one", 2)
+    assert "4 kernels, 27 us busy of 42 us" in text
+    assert "  1.00    10.00    14.50  gemm" in text
+
+
+def _python(code: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+
+
+def _state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
+def test_one_process_runs_while_the_others_are_stopped(tmp_path: Path) -> None:
+    """Children too, in whatever session they are; the one that is measured continues."""
+    code = (
+        "import subprocess, sys\n"
+        "child = subprocess.Popen(['sleep', '60'], start_new_session=True)\n"
+        f"open(r'{tmp_path}/' + sys.argv[1], 'w').write(f'{{child.pid}}\\n')\n"
+        "child.wait()"
+    )
+    started = []
+    try:
+        for name in ("one", "two"):
+            process = subprocess.Popen([sys.executable, "-c", code, name], start_new_session=True)
+            started.append(Started(name, process, tmp_path))
+        deadline = time.monotonic() + 30
+        while not all((tmp_path / n).exists() and (tmp_path / n).read_text()[-1:] for n in ("one", "two")):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        children = {name: int((tmp_path / name).read_text()) for name in ("one", "two")}
+        for running, held in (("one", "two"), ("two", "one")):
+            one = next(each for each in started if each.name == running)
+            busy, problem = silence(one, started, is_cuda=False)
+            assert problem is None
+            assert busy["others_cores"] >= 0
+            time.sleep(0.1)
+            assert _state(children[held]) == "T"
+            assert _state(children[running]) == "S"
+    finally:
+        for each in started:
+            each.end()
+            with contextlib.suppress(OSError):
+                os.kill(children[each.name], signal.SIGKILL)
+    assert all(each.process.poll() is not None for each in started)
+
+
+def test_an_unfinished_line_is_not_read(tmp_path: Path) -> None:
+    process = _python("pass")
+    (tmp_path / "found").write_text('{"kind": "memory"}\n{"kind": "pro')
+    assert Started("one", process, tmp_path).found() == [{"kind": "memory"}]
+    process.wait()
 
 
 def test_the_reason_of_an_engine_that_ended() -> None:

@@ -82,9 +82,7 @@ def _reload(server: requests.Server, folder: Path) -> None:
 
 def test_the_plug_in_runs_the_layers(server: requests.Server) -> None:
     assert _whole(_ask(server, requests.body(PROMPT, TOKENS))[0])
-    assert (
-        "fp4gemm: W4A4, an amax for each token: 2 x model.layers.*.self_attn.qkv_proj" in server.started.log()
-    )
+    assert "fp4gemm: W4A4, an amax for each token: 2 x model.layers.*.self_attn.qkv_proj" in server.log()
 
 
 def test_arrivals_are_answered_in_full(server: requests.Server) -> None:
@@ -146,7 +144,7 @@ def test_weights_change_while_requests_run(server: requests.Server, folders: tup
 
 
 def test_the_server_is_alive_and_its_engine_logged_no_error(server: requests.Server) -> None:
-    assert server.is_up()
-    assert server.started.process.poll() is None
-    lines = server.started.log().splitlines()  # vLLM logs malformed requests as errors of the API server
+    assert server.is_ready()
+    assert server.process.poll() is None
+    lines = server.log().splitlines()  # vLLM logs malformed requests as errors of the API server
     assert not [line for line in lines if "EngineCore" in line and " ERROR " in line]
