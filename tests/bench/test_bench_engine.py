@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 import torch
 
-from bench.engine import fatbin, kernels, pack, requests
+from bench.commands import engine as command
+from bench.engine import child, fatbin, inside, kernels, pack, requests
 from bench.engine.arms import ARMS
 from bench.engine.checkpoints import decoded, make, nvfp4
 from bench.engine.run import Plan, Started, last_lines, silence
@@ -245,6 +246,42 @@ def test_every_moment_belongs_to_one_kernel() -> None:
     text = report.kernels_text(step, "one", 2)
     assert "4 kernels, 27 us busy of 42 us" in text
     assert "  1.00    10.00    14.50  gemm" in text
+
+
+class _Profiled(child.Child):
+    """An engine whose profile is given."""
+
+    def __init__(self, found: Path, profile: list[kernels.Kernel]) -> None:
+        self.spec = {"found": str(found), "input": 16, "prefill": 32, "vocabulary": 64, "profiled": [4]}
+        self.llm = self
+        self.profile = profile
+
+    def collective_rpc(self, method: Any) -> list[Any]:
+        return [self.profile if method is inside.stop_profile else None]
+
+    def generated(self, prompts: Any, tokens: int, **options: Any) -> list[Any]:
+        return []
+
+
+def test_an_arm_says_how_long_the_gpu_is_busy(tmp_path: Path) -> None:
+    made = _Profiled(tmp_path / "found", _profile(child.NUM_PROFILED))
+    made.profile_decode(1)
+    made.profile_decode(4)
+    made.profile_prefill(1)
+    made.profile = []
+    made.profile_decode(16)
+    found = [json.loads(line) for line in (tmp_path / "found").read_text().splitlines()]
+    assert [each["kind"] for each in found] == ["gpu", "gpu", "profile", "gpu", "gpu"]
+    shared = {"kind": "gpu", "step": "decode"}
+    busy = [27.0] * (child.NUM_PROFILED - 3)
+    assert found[0] == {**shared, "size": 1, "gpu_us": 27.0, "every_gpu_us": busy}
+    assert [name for name, _, _ in found[2]["kernels"]][:3] == ["first(int)", "gemm", "gemm"]
+    assert found[3] == {"kind": "gpu", "step": "prefill", "size": 1, "gpu_us": 27.0 * child.NUM_PROFILED}
+    assert found[4] == {**shared, "size": 16, "error": "the profile has no whole steps"}
+    plan = _plan(tmp_path, batches=(1, 16))
+    steps = [{"kind": "decode", "batch": 1, "input": 16, "ms": 0.5}, {"kind": "busy", "others_cores": 1.0}]
+    row = command._rows(plan, "w4a8", [*steps, *found], None)[0]
+    assert (row["us"], row["gpu_us"], row["others_cores"]) == (500.0, 27.0, 1.0)
 
 
 def _python(code: str) -> subprocess.Popen[bytes]:
