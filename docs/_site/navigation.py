@@ -53,6 +53,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "bench/NOTES",
         "bench/notes/hopper",
         "bench/notes/hopper_tried",
+        "bench/notes/engine",
         "bench/notes/models",
         "bench/notes/sm120_decode",
         "bench/notes/cpu",
