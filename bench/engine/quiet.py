@@ -45,16 +45,18 @@ def busy_cores(seconds: float) -> float:
     return round((used() - before) / (time.monotonic() - began), 2)
 
 
-def gpu_percent(seconds: float) -> int:
+def gpu_percent(seconds: float) -> int | None:
     """The percentage of time in which the GPU computes; asked again until it is 0 or the seconds are over.
 
-    The driver takes it over up to a second, so that work of a moment ago is in it.
+    The driver takes it over up to a second, so that work of a moment ago is in it. None: it does not say.
     """
     deadline = time.monotonic() + seconds
     while True:
         command = ["nvidia-smi", "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits", "--id=0"]
         out = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout
-        percent = int(out.split()[0])
+        if not out.strip().isdigit():
+            return None
+        percent = int(out)
         if percent == 0 or time.monotonic() > deadline:
             return percent
         time.sleep(0.2)

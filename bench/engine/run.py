@@ -160,9 +160,11 @@ def silence(one: Started, started: Sequence[Started], is_cuda: bool) -> tuple[di
         each.hold()
     busy: dict[str, float] = {"others_cores": quiet.busy_cores(0.5)}
     if is_cuda:
-        busy["others_gpu_percent"] = percent = quiet.gpu_percent(SECONDS_TO_IDLE)
-        if percent > 0:
-            return busy, f"the GPU is {percent} % busy with something else"
+        percent = quiet.gpu_percent(SECONDS_TO_IDLE)
+        if percent is not None:
+            busy["others_gpu_percent"] = percent
+            if percent > 0:
+                return busy, f"the GPU is {percent} % busy with something else"
     one.go_on()
     return busy, None
 

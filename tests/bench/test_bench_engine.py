@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from bench.commands import engine as command
-from bench.engine import child, fatbin, inside, kernels, pack, requests
+from bench.engine import child, fatbin, inside, kernels, pack, requests, run
 from bench.engine.arms import ARMS
 from bench.engine.checkpoints import decoded, make, nvfp4
 from bench.engine.run import Plan, Started, last_lines, silence
@@ -325,6 +325,27 @@ def test_one_process_runs_while_the_others_are_stopped(tmp_path: Path) -> None:
             with contextlib.suppress(OSError):
                 os.kill(children[each.name], signal.SIGKILL)
     assert all(each.process.poll() is not None for each in started)
+
+
+@pytest.mark.parametrize(
+    ("said", "percent", "problem"),
+    [("0", 0, None), ("17", 17, "the GPU is 17 % busy with something else"), ("[N/A]", None, None)],
+)
+def test_no_arm_is_measured_beside_other_work_of_the_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str, percent: int | None, problem: str | None
+) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\necho '{said}'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(run, "SECONDS_TO_IDLE", 0.3)
+    one = Started("one", _python("import time; time.sleep(60)"), tmp_path)
+    try:
+        busy, found = silence(one, [one], is_cuda=True)
+        assert found == problem
+        assert busy.get("others_gpu_percent") == percent
+    finally:
+        one.end()
 
 
 def test_an_unfinished_line_is_not_read(tmp_path: Path) -> None:
