@@ -9,9 +9,6 @@ set(CUTLASS_DIR "$ENV{CUTLASS_DIR}" CACHE PATH "A CUTLASS checkout; empty: the n
 # wheels flashinfer-python and nvidia-cutlass, whose modules are not imported.
 function(fp4gemm_cutlass_of_python out_var)
   set(roots "")
-  if(NOT Python3_EXECUTABLE)
-    find_package(Python3 QUIET COMPONENTS Interpreter)
-  endif()
   if(Python3_EXECUTABLE)
     execute_process(
       COMMAND "${Python3_EXECUTABLE}" -c
@@ -57,6 +54,13 @@ ${FP4GEMM_CUTLASS_MIN}.")
       fp4gemm_cutlass_version("${root}" version)
     endif()
   else()
+    if(NOT Python3_EXECUTABLE)
+      find_package(Python3 QUIET COMPONENTS Interpreter)
+    endif()
+    set(python "${Python3_EXECUTABLE}")
+    if(NOT python)
+      set(python "none was found")
+    endif()
     fp4gemm_cutlass_of_python(candidates)
     foreach(candidate IN LISTS candidates)
       fp4gemm_cutlass_version("${candidate}" found)
@@ -67,7 +71,7 @@ ${FP4GEMM_CUTLASS_MIN}.")
     endforeach()
     if(NOT root)
       set(problem "CUTLASS was not found. Pass -DCUTLASS_DIR=<a checkout of CUTLASS >= ${FP4GEMM_CUTLASS_MIN}>, or give the \
-Python in use (${Python3_EXECUTABLE}) its headers: by python cpp/cmake/unpack_cutlass.py in a checkout of fp4gemm, or by \
+Python in use (${python}) its headers: by python cpp/cmake/unpack_cutlass.py in a checkout of fp4gemm, or by \
 pip install --no-deps nvidia-cutlass==4.2.0.0.")
     endif()
   endif()

@@ -16,7 +16,7 @@ from pathlib import Path
 
 REQUIREMENTS = Path(__file__).resolve().parents[2] / "requirements" / "cutlass.txt"
 FOLDER = Path(sys.prefix) / "share" / "fp4gemm" / "cutlass"
-MADE_OF = FOLDER / "made-of.txt"  # the REQUIREMENTS of what is there
+MADE_OF = "made-of.txt"  # in FOLDER: the REQUIREMENTS of what is there
 VERSION = "include/cutlass/version.h"
 PARTS = ("include/", "tools/util/include/")
 
@@ -37,15 +37,20 @@ def unpack(wheel: Path, folder: Path) -> None:
 
 
 def main() -> None:
-    if MADE_OF.is_file() and MADE_OF.read_text() == REQUIREMENTS.read_text():
+    made_of = FOLDER / MADE_OF
+    if made_of.is_file() and made_of.read_text() == REQUIREMENTS.read_text():
         return
     with tempfile.TemporaryDirectory() as downloads:
         pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet", "--no-deps"]
         subprocess.run([*pip, "--only-binary=:all:", "--dest", downloads, "-r", REQUIREMENTS], check=True)
         (wheel,) = Path(downloads).glob("*.whl")
-        shutil.rmtree(FOLDER, ignore_errors=True)
-        unpack(wheel, FOLDER)
-    MADE_OF.write_text(REQUIREMENTS.read_text())
+        FOLDER.parent.mkdir(parents=True, exist_ok=True)
+        # A folder that is not whole never has the name that cutlass.cmake looks for.
+        with tempfile.TemporaryDirectory(dir=FOLDER.parent) as made:
+            unpack(wheel, Path(made) / "cutlass")
+            (Path(made) / "cutlass" / MADE_OF).write_text(REQUIREMENTS.read_text())
+            shutil.rmtree(FOLDER, ignore_errors=True)
+            (Path(made) / "cutlass").rename(FOLDER)
 
 
 if __name__ == "__main__":

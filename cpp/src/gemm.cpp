@@ -108,6 +108,11 @@ fp4gemm_status_t force_kernel(GemmArgs const& args, int device, GemmPlan* plan) 
                 kernel->info.epilogue, is_gated(args) ? "" : "n epilogue that is not", activation_name(args));
   FP4GEMM_CHECK(kernel->info.out_dtype == args.out_dtype, "kernel: '%s' writes %s, out_dtype is %s",
                 args.kernel, kOutNames[kernel->info.out_dtype], kOutNames[args.out_dtype]);
+  FP4GEMM_CHECK(
+      args.use_fast_accum != 0 || kernel->info.fast_accum == 0,
+      "use_fast_accum: is 0, must be 1 with kernel '%s', which keeps sums in the accumulators of the "
+      "tensor cores",
+      args.kernel);
   Architecture const* const served = architecture_of(arch);
   if (served == nullptr || served->arch != kernel->info.arch) {
     return fail(FP4GEMM_ERROR_NOT_SUPPORTED,

@@ -2,10 +2,11 @@
 // groups that are ragged in m or in k.
 //
 // It does not use CUTLASS's kernels, for three reasons. All groups are parts of the same three tensors, so
-// that one tensor map each serves them all, and the kernel needs no tables: CUTLASS's grouped kernel reads
-// tables that another kernel has to write, and rewrites three maps whenever a CTA proceeds to another group.
-// A tile is stored while the next one is multiplied, which bounds experts with few tokens. And the type of D
-// and the terms of the epilogue are chosen at run time, so that few kernels are compiled.
+// that two tensor maps of A, one of B and one of D serve all groups, and the kernel needs no tables:
+// CUTLASS's grouped kernel reads tables that another kernel has to write, and rewrites three maps whenever a
+// CTA proceeds to another group. A tile is stored while the next one is multiplied; stores bound the products
+// of experts with few tokens. And the type of D and the terms of the epilogue are chosen at run time, so that
+// few kernels are compiled.
 //
 // Roles of the warpgroups of a CTA:
 //   consumers  the first Config::kConsumerGroups warpgroups; each multiplies and stores 64 rows of a tile
@@ -56,7 +57,7 @@ struct Sm90GemmKernel {
     int64_t const stride = gridDim.x / Config::kCluster;
     for (int64_t index = blockIdx.x / Config::kCluster; schedule.find(index, &tile); index += stride) {
       take(tile);
-      __syncwarp();  // the lanes of the producer part where one of them loads
+      __syncwarp();  // the lanes of the producer diverge where one of them loads
     }
   }
 

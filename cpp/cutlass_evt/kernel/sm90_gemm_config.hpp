@@ -34,8 +34,8 @@ struct Sm90GemmTile {
   int group;   // of the vectors
   int matrix;  // of B
   int plane;   // of D
-  int row,
-      column;  // the first of the tile; the row is one of A and of the plane, the column one of the product
+  int row;     // the first of the tile, a row of A and of the plane
+  int column;  // the first of the tile, a column of the product
   int end;     // the row behind the last one of the group; at most `row` if the tile has no rows
   int first_step;
   int steps;
@@ -61,7 +61,7 @@ struct Sm90GemmConfig {
   static constexpr int kThreads = (kConsumerGroups + 1) * 128;
   static constexpr int kCtasPerSm = Tile::kCtasPerSm;
   static constexpr int kStages = Tile::kStages;
-  // Tiles with so few rows load no more of A: TMA needs longer for rows that do not exist than for others.
+  // Tiles with so few rows load no more of A: TMA needs longer for rows beyond the end of A than for others.
   // The other rows of the stage hold what was there before, and reach no row of D that exists.
   static constexpr int kFewRows = 16;
   static constexpr int kLoadColumns = kColumns / kCluster;  // of B, that a CTA loads for the whole cluster
@@ -71,8 +71,13 @@ struct Sm90GemmConfig {
   static constexpr int kSliceBytes = 16 * kSliceRowBytes;
   static constexpr int kSlots = Tile::kSlots;
   // Tiles are ordered in bands of so many rows of tiles, so that those which run at a time need few rows and
-  // columns of the operands: a band has about as many rows as its tiles that run at a time have columns.
+  // columns of the operands: with 2048 rows, the part of D that is computed at a time is about square.
   static constexpr int kBandTiles = 2048 / (kRows * kCluster);
+
+  static_assert(kConsumerGroups == 1 || (kConsumerGroups == 2 && kCtasPerSm == 1),
+                "sm90_gemm.hpp has the numbers of setmaxnreg for these");
+  static_assert(kRows % 32 == 0 && kColumns % 32 == 0, "a warp copies 32 elements of a vector at a time");
+  static_assert(kBandTiles > 0, "a band has a row of tiles");
 
   static_assert(kRows % 64 == 0 && kColumns % 16 == 0 && kColumns <= 256, "no wgmma has these sizes");
   static_assert(kColumns % kCluster == 0 && kLoadColumns % 8 == 0, "CTAs load whole atoms of the swizzle");

@@ -47,8 +47,9 @@ typedef struct fp4gemm_experts_args {
   fp4gemm_expert_weights_t w13;    /* k = d; with a gated activation, gate and up are interleaved rows */
   fp4gemm_expert_weights_t w2;     /* n = d; k is the n of w13, or half of it with a gated activation */
   fp4gemm_activation_t activation; /* of the first product */
-  /* What x and h become, each with an amax for each row: FP4GEMM_QUANTIZE_A_ROW, NVFP4; _FP8, FP8 tokens;
-   * _NONE, nothing: x is then multiplied as it is, and bf16 or fp16 */
+  /* What the rows of x and of h are quantized to, each with an amax of its own. FP4GEMM_QUANTIZE_A_ROW:
+   * NVFP4. FP4GEMM_QUANTIZE_A_FP8: FP8 tokens. FP4GEMM_QUANTIZE_A_NONE: they are not quantized, and x must be
+   * bf16 or fp16. */
   fp4gemm_quantize_a_t quantize_a;
   int batch_invariant; /* this and the following as in fp4gemm_gemm_args_t, for both products */
   int use_fast_accum;
@@ -83,8 +84,8 @@ FP4GEMM_API fp4gemm_status_t fp4gemm_experts_workspace_bytes(const fp4gemm_exper
  * of the weights and alpha for their e4m3_max. h has the type of x, or bf16 where x is fp32; y has the type
  * of x. A slot that names no expert contributes nothing. The bits are those of the single calls:
  * fp4gemm_route; fp4gemm_gemm with a_rows = token_of_row (without quantize_a, rows that were copied);
- * fp4gemm_gemm; fp4gemm_combine. No expert that a token names is read on the host, so that a captured graph
- * may be replayed with other ids.
+ * fp4gemm_gemm; fp4gemm_combine. The host never reads topk_ids, so that a captured graph may be replayed with
+ * other ids.
  *
  * workspace: at least that many bytes, 256-byte aligned, as in fp4gemm_gemm. Where no kernel serves a product
  * on this device, the error is that of fp4gemm_gemm, whose a is x or h and whose b is w13 or w2. */

@@ -126,13 +126,17 @@ struct Launch {
     int const matrices = kRaggedK ? 1 : groups;
     int64_t const row_tiles = cute::ceil_div(p.m, int64_t{kClusterRows});
     int64_t const column_tiles = cute::ceil_div(p.n, int64_t{Config::kColumns});
-    // Each group that is ragged in m but one has at most one tile more than its rows fill.
+    // A group that is ragged in m may end within a tile: all groups together have at most one row of tiles
+    // for each group but one more than m rows fill.
     int64_t const extra = kRaggedK ? 0 : std::min(int64_t{groups - 1}, p.m);
     int const most_ctas = std::max(1, p.num_sms * Config::kCtasPerSm / Config::kCluster) * Config::kCluster;
     // The kernel keeps the numbers of the tiles of a plane and coordinates in 32 bits.
     int64_t const most_tiles = (INT32_MAX - most_ctas) / planes;
-    if ((row_tiles + extra) * column_tiles > most_tiles || p.n > INT32_MAX - Config::kColumns ||
-        p.m > INT32_MAX - kClusterRows) {
+    if (p.n > INT32_MAX - Config::kColumns || p.m > INT32_MAX - kClusterRows) {
+      return fail(FP4GEMM_ERROR_NOT_SUPPORTED, "kernel: %s does not support m %lld with n %lld", name,
+                  static_cast<long long>(p.m), static_cast<long long>(p.n));
+    }
+    if ((row_tiles + extra) * column_tiles > most_tiles) {
       return fail(FP4GEMM_ERROR_NOT_SUPPORTED,
                   "kernel: %s supports up to %lld tiles with %d groups, m %lld and n %lld need %lld", name,
                   static_cast<long long>(most_tiles), p.num_groups, static_cast<long long>(p.m),
@@ -233,14 +237,14 @@ constexpr std::array<Kernel, kRowsPerTile> rows() {
           make_row<Impl<kIsGrouped, true, bf16, TileM>>(), make_row<Impl<kIsGrouped, true, fp16, TileM>>()};
 }
 
-// Of two dense tiles with the same estimate the smaller one comes first: it has more CTAs, which load more at
-// a time.
+// 64x128 comes before 128x128: where both have the same estimate the first is taken, and the smaller tile has
+// more CTAs, which load more at a time.
 constexpr std::array<Kernel, kRowsPerTile> kTiles[] = {
     rows<false, Tile128x256>(),
     rows<false, Tile64x128>(),
     rows<false, Tile128x128>(),
-    // With fp32 results, the slices and stages of the other schedule are faster in groups that are ragged in
-    // k, too: by 1 to 8 % for tiles of 256 columns.
+    // With fp32 results, groups that are ragged in k are 1 to 8 % faster with Tile128x256 than with
+    // StoringTile128x256.
     rows<true, Tile128x256, StoringTile128x256, Tile128x256>(),
     rows<true, Tile64x128Twice, StoringTile64x128>(),
 };
