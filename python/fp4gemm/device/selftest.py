@@ -54,7 +54,7 @@ class SelfTestReport:
     device: str  # "cuda:0: NVIDIA H200, compute capability 9.0"
     results: tuple[KernelResult, ...]
     cached: bool = False  # from an earlier run with the same library, device and driver
-    versions: str = ""  # "fp4gemm 0.1.0 of CUDA 13.0 and CUTLASS 4.2.0, torch 2.11.0, driver 580.65.06"
+    versions: str = ""  # "fp4gemm 0.1.0 of CUDA 13.0 and CUTLASS 4.5.0, torch 2.11.0, driver 580.65.06"
     is_executed: bool = True  # whether the project has executed its kernels on such hardware
 
     @property
