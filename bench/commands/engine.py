@@ -207,16 +207,20 @@ def _job(plan: Plan, what: str, name: str) -> str:
     return f"{what} {plan.shape.name} {plan.num_layers} {name}"
 
 
-def _rows(plan: Plan, name: str, found: list[dict[str, Any]], problem: str | None) -> list[Row]:
-    """The rows of an arm: one for each step that was measured, and one with the reason if it is not whole."""
-    arm = ARMS[name]
-    shared = {
-        "bench": "engine",
+def _shared(bench: str, plan: Plan, name: str) -> dict[str, Any]:
+    """The fields of every row of an arm."""
+    return {
+        "bench": bench,
         "model": plan.shape.name,
         "layers": plan.num_layers,
-        "contender": arm.name,
-        "role": "ours" if arm.is_ours else "baseline",
+        "contender": ARMS[name].name,
+        "role": "ours" if ARMS[name].is_ours else "baseline",
     }
+
+
+def _rows(plan: Plan, name: str, found: list[dict[str, Any]], problem: str | None) -> list[Row]:
+    """The rows of an arm: one for each step that was measured, and one with the reason if it is not whole."""
+    shared = _shared("engine", plan, name)
     facts: dict[str, Any] = {}
     gpu: dict[tuple[str, int], dict[str, Any]] = {}
     for each in found:
@@ -282,8 +286,7 @@ def _served(
     is_tiny = model.startswith("tiny")
     sizes = (8, 16, 8) if is_tiny else (128, plan.input * 2, plan.output)
     loads = [requests.Load(sizes[0], rate, sizes[1], sizes[2], plan.shape.vocab) for rate in (RATE, 0.0)]
-    shared = {"bench": "requests", "model": model, "layers": plan.num_layers}
-    shared |= {"contender": ARMS[name].name, "role": "ours" if ARMS[name].is_ours else "baseline"}
+    shared = _shared("requests", plan, name)
     rows: list[Row] = []
     busy, problem = silence(server, started, plan.is_cuda)
     if problem is None and not server.is_ready():
