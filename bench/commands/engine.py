@@ -45,7 +45,7 @@ MODELS: dict[str, Shape] = {
     "tiny-llama": Shape("tiny-llama", 2, 256, 4, 2, 64, 512, 1024),
     "tiny-qwen": Shape("tiny-qwen", 2, 256, 4, 2, 64, 128, 1024, 8, 2, qk_norm=True),
 }
-BATCHES, PROMPTS, PROFILED = (1, 16, 64, 256), (1, 8), (1, 16)
+BATCHES, PROMPTS = (1, 16, 64, 256), (1, 8)
 TINY_BATCHES, TINY_PROMPTS = (1, 4), (1, 2)
 RATE = 24.0  # requests a second
 SHORTEST = 60.0  # seconds that a model needs at least
@@ -70,7 +70,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--layers", type=kind_of(positive, "a number"), help="decoder layers, instead of 32 and 24")
     add("--batches", type=NUMBERS, help="requests of a step of decode (1,16,64,256)")
     add("--prompts", type=NUMBERS, help="prompts of a prefill (1,8)")
-    add("--profile", type=NUMBERS, default=None, help="also list the kernels of a step, at these batches")
+    add(
+        "--profile", type=NUMBERS, default=[], help="also list the kernels of a step, at these of the batches"
+    )
     add(
         "--profiles",
         type=Path,
@@ -85,7 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="also measure vllm serve with requests that arrive, of these arms",
     )
     add("--no-steps", action="store_true", help="measure the requests alone")
-    add("--eager-compile", action="store_true", help="CUDA graphs without torch.compile")
+    add("--no-compile", action="store_true", help="CUDA graphs without torch.compile")
     add("--work", type=Path, default=ROOT / "build" / "engine" / "work", help="checkpoints, logs and caches")
     add(
         "--limit",
@@ -103,7 +105,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures, and prints the tables; returns 1 if an arm was refused or failed."""
+    """Measures, and prints the tables; returns 1 if an arm was refused or failed.
+
+    Raises:
+        ValueError: options that need another, vLLM or a GPU are without it.
+    """
     rows: list[Row] = load_all(args.results) if args.results else _measured(args)
     print(report.text(rows))
     if args.readme:
@@ -112,20 +118,31 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measured(args: argparse.Namespace) -> list[Row]:
-    if importlib.util.find_spec("vllm") is None:
-        raise ValueError("vLLM is not installed; docs/serving.md says how to bring it to a GPU")
+    if args.no_steps and not args.requests:
+        raise ValueError("--no-steps: nothing is measured without --requests")
+    if args.profile and args.no_steps:
+        raise ValueError("--profile: no step is measured with --no-steps")
+    if args.profiles is not None and not args.profile:
+        raise ValueError("--profiles: no kernels are listed without --profile")
     device = machine.device(args.device)
     is_cuda = device.type == "cuda"
+    if args.profile and not is_cuda:
+        raise ValueError(f"--profile: the device is {device}, must be a GPU")
     names = args.model or (["llama-3.1-8b", "qwen3-30b-a3b"] if is_cuda else ["tiny-llama", "tiny-qwen"])
+    began = time.monotonic()
+    plans = [_plan(args, MODELS[name], is_cuda, began + args.limit) for name in names]
+    if importlib.util.find_spec("vllm") is None:
+        raise ValueError(
+            "vLLM is not installed; docs/serving.md says how to install it, or to pack it for a GPU"
+        )
     command = "python -m bench engine" + (f" --model {','.join(args.model)}" if args.model else "")
     facts = machine.describe(device) | {"rounds": 0, "options": _options(args), "command": command}
     facts |= {"roofline": {}, "vllm": _version()}
     journal = Journal(args.out, facts, args.fresh)
-    began = time.monotonic()
     rows: list[Row] = []
-    for name in names:
-        plan = _plan(args, MODELS[name], is_cuda, began + args.limit)
-        print(f"{time.monotonic() - began:.0f} s: {name}, {plan.num_layers} layers", flush=True)
+    for plan in plans:
+        seconds = time.monotonic() - began
+        print(f"{seconds:.0f} s: {plan.shape.name}, {plan.num_layers} layers", flush=True)
         for row in _of_model(args, plan, journal, device):
             rows.append(row)
     return rows
@@ -140,24 +157,29 @@ def _version() -> str:
 
 
 def _options(args: argparse.Namespace) -> str:
-    return "graphs alone" if args.eager_compile else "torch.compile"
+    return "eager code" if args.no_compile else "torch.compile"  # "and CUDA graphs" follows it in the tables
 
 
 def _plan(args: argparse.Namespace, shape: Shape, is_cuda: bool, deadline: float) -> Plan:
     is_tiny = shape.name.startswith("tiny")
+    batches = args.batches or (TINY_BATCHES if is_tiny else BATCHES)
+    for batch in args.profile:
+        if batch not in batches:
+            wanted = ", ".join(map(str, batches))
+            raise ValueError(f"--profile: got {batch}, must be one of the batches of {shape.name}: {wanted}")
     return Plan(
         shape=shape,
         num_layers=args.layers or LAYERS[shape.name],
-        batches=args.batches or (TINY_BATCHES if is_tiny else BATCHES),
+        batches=batches,
         prompts=args.prompts or (TINY_PROMPTS if is_tiny else PROMPTS),
-        profiled=(args.profile or ()) if is_cuda else (),
+        profiled=args.profile,
         input=16 if is_tiny else 128,
         output=8 if is_tiny else 64,
         prefill=64 if is_tiny else 4096,
         repeats=1 if is_tiny else 2,
         folder=args.work,
         is_cuda=is_cuda,
-        is_compiled=not args.eager_compile,
+        is_compiled=not args.no_compile,
         start_s=args.start,
         measure_s=args.measure,
         deadline=deadline,

@@ -18,10 +18,12 @@ from typing import Any
 import pytest
 import torch
 
+pytest.importorskip("rich", reason="rich is not installed")
+from bench.__main__ import main, parser
 from bench.commands import engine as command
 from bench.engine import child, fatbin, inside, kernels, pack, requests, run
 from bench.engine.arms import ARMS
-from bench.engine.checkpoints import decoded, make, nvfp4
+from bench.engine.checkpoints import OUTER, decoded, make, nvfp4
 from bench.engine.run import Plan, Started, last_lines, silence
 from bench.models.shapes import Shape
 from bench.report import engine as report
@@ -149,8 +151,6 @@ def test_a_checkpoint_has_the_sizes_of_its_model(tmp_path: Path, is_quantized: b
 def test_the_weights_of_a_checkpoint_are_near_what_was_drawn() -> None:
     w = torch.randn(32, 64, generator=torch.Generator().manual_seed(0)) * 0.02
     codes, scales = nvfp4(w)
-    from bench.engine.checkpoints import OUTER
-
     off = (decoded(codes, scales, torch.tensor(OUTER)) - w).norm() / w.norm()
     assert 0.05 < float(off) < 0.12
 
@@ -172,6 +172,36 @@ def test_a_plan_has_graphs_and_a_cache_for_its_batches(tmp_path: Path) -> None:
     assert _plan(tmp_path, is_compiled=False).engine(ARMS["w4a8"])["compilation_config"]["mode"] == 0
     assert _plan(tmp_path, is_cuda=False).engine(ARMS["w4a8"])["enforce_eager"]
     assert _plan(tmp_path).engine(ARMS["fp8"])["quantization"] == "fp8_per_channel"
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (["--no-steps"], "--no-steps: nothing is measured without --requests"),
+        (
+            ["--no-steps", "--requests", "w4a8", "--profile", "1"],
+            "--profile: no step is measured with --no-steps",
+        ),
+        (["--profiles", "kernels.gz"], "--profiles: no kernels are listed without --profile"),
+        (["--profile", "1"], "--profile: the device is cpu, must be a GPU"),
+    ],
+)
+def test_an_option_that_would_be_ignored_is_refused(
+    capsys: pytest.CaptureFixture[str], options: list[str], problem: str
+) -> None:
+    with pytest.raises(SystemExit) as raised:
+        main(["engine", "--device", "cpu", *options])
+    assert raised.value.code == 2
+    assert problem in capsys.readouterr().err
+
+
+def test_only_a_batch_that_is_measured_is_profiled() -> None:
+    args = parser().parse_args(["engine", "--profile", "1,8"])
+    wanted = "--profile: got 8, must be one of the batches of tiny-llama: 1, 4"
+    with pytest.raises(ValueError, match=wanted):
+        command._plan(args, command.MODELS["tiny-llama"], True, 1.0)
+    args = parser().parse_args(["engine", "--profile", "1,8", "--batches", "1,8,16"])
+    assert command._plan(args, command.MODELS["tiny-llama"], True, 1.0).profiled == [1, 8]
 
 
 def test_loads_are_equal_and_arrive_at_their_rate() -> None:
