@@ -119,7 +119,7 @@ class Child:
         return None
 
     def decode(self, batch: int) -> None:
-        """Milliseconds between steps with this many requests, each in the same prompt length."""
+        """Milliseconds between steps with this many requests, whose prompts have one length."""
         length, new = self.spec["input"], self.spec["output"]
         given = self.prompts(batch, length, "decode")
         self.generated(given, 2)  # fills the prefix cache, so that all requests decode together
@@ -166,7 +166,7 @@ class Child:
         )
 
     def profile_decode(self, batch: int) -> None:
-        """How long the GPU is busy in a step of decode, and the kernels of one step in their order."""
+        """How long the GPU is busy in a step of decode, and the kernels of one step as they start."""
         given = self.prompts(batch, self.spec["input"], "decode")
         self.generated(given, 2)
         self.llm.collective_rpc(inside.start_profile)

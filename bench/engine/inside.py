@@ -53,7 +53,8 @@ def _tensors(model: nn.Module) -> list[Tensor]:
 def off_by(worker: Any, folder: str) -> dict[str, float]:
     """How far each layer of the first decoder layer is from the product with the checkpoint's weights.
 
-    The fraction of the norm of a float32 product of unquantized inputs and decoded weights, by layer.
+    The distance is the norm of the difference from the float32 product of unquantized inputs and decoded
+    weights, as a fraction of the norm of that product.
     """
     tensors = _tensors_of(Path(folder), "model.layers.0.")
     made = {}

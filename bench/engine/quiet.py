@@ -48,7 +48,8 @@ def busy_cores(seconds: float) -> float:
 def gpu_percent(seconds: float) -> int | None:
     """The percentage of time in which the GPU computes; asked again until it is 0 or the seconds are over.
 
-    The driver takes it over up to a second, so that work of a moment ago is in it. None: it does not say.
+    The driver averages over up to one second, so that work which has just ended still counts. None: the
+    driver does not report it.
     """
     deadline = time.monotonic() + seconds
     while True:

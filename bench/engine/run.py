@@ -62,11 +62,11 @@ class Plan:
         return self.folder / f"{self.shape.name}-{self.num_layers}-{'nvfp4' if arm.is_quantized else 'bf16'}"
 
     def cache(self, name: str) -> Path:
-        """Where the engine of an arm keeps what it compiles."""
+        """The folder in which the engine of an arm keeps its compiled code."""
         return self.folder / "cache" / f"{self.shape.name}-{name}"
 
     def engine(self, arm: Arm) -> dict[str, Any]:
-        """The arguments of vLLM, but for the model."""
+        """The arguments of vLLM except for the model."""
         most = max(self.batches)
         given = {
             "dtype": "bfloat16",

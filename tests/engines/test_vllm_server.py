@@ -86,7 +86,7 @@ def test_the_plug_in_runs_the_layers(server: requests.Server) -> None:
 
 
 def test_arrivals_are_answered_in_full(server: requests.Server) -> None:
-    """Figures exist only if no request was lost; with other requests in the batch the text is the same."""
+    """Figures exist only if no request was lost."""
     load = requests.Load(count=12, rate=40.0, input=24, output=8, vocabulary=SHAPE.vocab)
     found = requests.measured(server.url, load)
     assert found["requests"] == 12
