@@ -12,7 +12,7 @@ ACTIVATIONS = {
     "W4A4": Operands("nvfp4"),
     "W4A4, 4/6": Operands("nvfp4", {"four_over_six": "mse"}),
 }
-# By name use_fast_accum of the layers that run in place of an emulation, with --fp8-sums.
+# The kinds of --fp8-sums, for which the layers themselves run in place of an emulation: their use_fast_accum.
 FP8_SUMS = {"W4A8, promoted": False, "W4A8, fast sums": True}
 
 WITH_FP8 = ("W4A16", "W4A8", "W4A4")

@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--fp8-sums",
         action="store_true",
-        help="only W4A8 of the layers themselves, as their device adds up, with and without use_fast_accum",
+        help="only W4A8, by the layers themselves in place of an emulation, with and without use_fast_accum",
     )
     add("--producers", action="store_true", help="ModelOpt's and llm-compressor's methods too (slow)")
     add("--device", type=torch.device, default=None, help="cpu or cuda (cuda if there is a GPU)")
@@ -68,6 +68,8 @@ def run(args: argparse.Namespace) -> int:
     if args.readme and args.out is None:
         raise ValueError("--readme: needs --out, whose name is in the marks")
     rows = report.load(args.out) if args.out is not None and args.out.exists() else []
+    if args.producers and args.fp8_sums:
+        raise ValueError("--producers and --fp8-sums exclude each other")
     if not args.model and not rows:
         raise ValueError("--model: is missing, must be given unless --out names a file with results")
     for given in args.model:
@@ -108,7 +110,7 @@ def _measured(args: argparse.Namespace, given: str, known: list[Row]) -> Iterato
         return contender.activations
 
     own = [(c, wanted) for c in CONTENDERS if (wanted := missing(c.name, kinds_of(c)))]
-    others = producers() if args.producers and given != "minilm" and not args.fp8_sums else ()
+    others = producers() if args.producers and given != "minilm" else ()
     theirs = [(p, wanted) for p in others if (wanted := missing(p.name, ("W4A16", "W4A4")))]
     if not own and not theirs:
         return

@@ -222,6 +222,13 @@ def test_each_text_has_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
         subjects.embedder("all-MiniLM-L6-v2", Path(), subjects.Amount(1, 1, ("source",)), torch.device("cpu"))
 
 
+def test_producers_have_no_layers_of_ours(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as raised:
+        command_line.main(["accuracy", "--model", "toy", "--producers", "--fp8-sums"])
+    assert raised.value.code == 2
+    assert "--producers and --fp8-sums exclude each other" in capsys.readouterr().err
+
+
 def test_sums_of_the_layers_themselves(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
