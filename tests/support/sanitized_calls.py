@@ -4,13 +4,13 @@
 
 runs every mode of the quantizers along both axes with and without groups, dequantize, the fused producers,
 the FP8 casts, SwiGLU, the prepacked products whose CTAs form clusters, and the products of decoded operands.
-With --decoded it runs the latter alone. It prints how many calls it made. It compares no result: the tests do
-that.
+With --decoded it runs the products of decoded operands alone. It prints how many calls it made. It compares
+no result: the tests do that.
 """
 
 from __future__ import annotations
 
-import sys
+import argparse
 
 import fp4gemm
 import torch
@@ -117,9 +117,12 @@ def decoded_products(device: torch.device) -> int:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--decoded", action="store_true", help="the products of decoded operands alone")
+    args = parser.parse_args()
     device = torch.device("cuda")
     torch.manual_seed(0)
-    if "--decoded" not in sys.argv:
+    if not args.decoded:
         print(f"{quantizers(device)} calls of the quantizers, {products(device)} prepacked products")
     print(f"{decoded_products(device)} products of decoded operands")
     torch.cuda.synchronize()
