@@ -43,7 +43,7 @@ def check_block_scales(name: str, scales: Tensor) -> None:
 
 
 def check_amax(name: str, amax: Tensor) -> None:
-    """Raise ValueError for an amax that is NaN or negative. Infinite values have an infinite one."""
+    """Raise ValueError for an amax that is NaN or negative. That of infinite values is infinite."""
     if not are_readable(amax):
         return
     wrong = ~(amax >= 0)  # true for NaN, too

@@ -126,7 +126,7 @@ def test_what_auto_mixed_is_refused_with_the_way_to_save_it(
     with pytest.raises(
         ValueError,
         match=r"^model: its layers differ in activations \('fp8' of .*_proj, 'a16' of .*down_proj\), must "
-        r"not in a checkpoint; quantize with activations='a16', and load .* with activations='auto'$",
+        r"agree in a checkpoint; quantize with activations='a16', and load .* with activations='auto'$",
     ):
         made["auto"].save_pretrained(tmp_path)
     config = integration.Fp4GemmConfig(activations="auto")

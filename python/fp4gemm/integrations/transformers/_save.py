@@ -39,7 +39,7 @@ _STORED: dict[LayerActivations, StoredActivations] = {
 _REMEDIES = {
     "activations": "; quantize with activations='a16', and load the checkpoint with activations='auto'",
     "e4m3_max": "; quantize all layers by one method",
-    "use_fast_accum": "; set the attribute of the layers to one value",
+    "use_fast_accum": "; set use_fast_accum of all layers to one value",
 }
 Weight = tuple[str, NVFP4Tensor, Tensor | None]  # the name of the module in a checkpoint, weight, bias
 
@@ -106,7 +106,7 @@ def _agreed(model: Any) -> tuple[LayerActivations, int, bool]:
         if len(found) > 1:
             listed = ", ".join(f"{value!r} of {name}" for value, name in found.items())
             raise ValueError(
-                f"model: its layers differ in {what} ({listed}), must not in a checkpoint{_REMEDIES[what]}"
+                f"model: its layers differ in {what} ({listed}), must agree in a checkpoint{_REMEDIES[what]}"
             )
     return next(iter(scalings)), next(iter(bounds)), next(iter(sums))
 
