@@ -48,7 +48,7 @@ def _cells(row: sums.Row) -> tuple[str, ...]:
 
 
 def _note(small: float) -> str:
-    """What is said of the sign of the errors: nothing unless nearly all have the same."""
+    """A remark if nearly all elements are too small in magnitude, by their share; otherwise no text."""
     if small == 1.0:
         return ", all too small"
     return f", {100 * small:.0f} % too small" if small > 0.9 else ""

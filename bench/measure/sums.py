@@ -1,4 +1,4 @@
-"""The errors of products of FP8 tokens and NVFP4 weights: how exactly a device adds the products up.
+"""The errors of products of FP8 tokens and NVFP4 weights: how exactly a device sums.
 
     error = |D' - D| / |D|        |.| is the norm over all elements
 
@@ -47,7 +47,7 @@ def rows(m: int, n: int, ks: Sequence[int], device: torch.device) -> Iterator[Ro
 
     ``promoted`` and ``fast`` are the errors with use_fast_accum=False and True, ``bf16`` that of D alone when
     it is rounded to bf16. ``promoted_small`` and ``fast_small`` are the shares of the elements whose
-    magnitude is below that of D: 0.5 where errors have no sign.
+    magnitude is below that of D: 0.5 where errors have either sign equally often.
 
     Raises:
         ValueError: the device does not multiply FP8 tokens, or a k is no multiple of 64.
