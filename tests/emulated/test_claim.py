@@ -13,6 +13,9 @@ from session import KERNELS, Session, build_folder
 
 # Features that no kernel of the calibration executes, with the reason why that is no gap.
 _FP16 = "fp16 in place of bf16, whose stores of the same box are calibrated: TMA copies 2-byte elements"
+_WORD = (
+    "16-bit words in place of bf16, whose stores of the same box are calibrated: TMA copies 2-byte elements"
+)
 _GATED = "the gated kernels' D, stored as bytes: a narrower row and swizzle of the stores that are calibrated"
 _BOX = "another box of a load or store whose type and swizzle are calibrated"
 EXPLAINED: dict[int, dict[str, str]] = {
@@ -20,15 +23,15 @@ EXPLAINED: dict[int, dict[str, str]] = {
         "tma: store dtype 0 rank 2 swizzle 32B box 32x128": _GATED,
         "tma: store dtype 0 rank 3 swizzle 32B box 32x128x1": _GATED,
         "tma: store dtype 0 rank 3 swizzle 64B box 64x128x1": _GATED,
-        "tma: store dtype 6 rank 2 swizzle 64B box 32x128": _FP16,
+        "tma: store dtype 1 rank 2 swizzle 64B box 32x128": _WORD,
+        "tma: store dtype 1 rank 3 swizzle 64B box 32x128x1": _WORD,
         "tma: store dtype 6 rank 3 swizzle 128B box 64x32x1": _FP16,
-        "tma: store dtype 6 rank 3 swizzle 64B box 32x128x1": _FP16,
     },
     120: {
         "tma: store dtype 0 rank 2 swizzle 32B box 32x64": _GATED,
         "tma: store dtype 0 rank 3 swizzle 32B box 32x64x1": _GATED,
-        "tma: store dtype 6 rank 2 swizzle 64B box 32x64": _FP16,
-        "tma: store dtype 6 rank 3 swizzle 64B box 32x64x1": _FP16,
+        "tma: store dtype 1 rank 2 swizzle 64B box 32x64": _WORD,
+        "tma: store dtype 1 rank 3 swizzle 64B box 32x64x1": _WORD,
         "tma: store dtype 7 rank 2 swizzle 128B box 32x64": _BOX,
         "tma: store dtype 7 rank 3 swizzle 128B box 32x64x1": _BOX,
     },
