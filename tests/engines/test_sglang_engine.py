@@ -23,24 +23,12 @@ pytest.importorskip(
 nvfp4_models = pytest.importorskip("nvfp4_models")
 
 from fp4gemm.commands import main  # noqa: E402
-from tokenizers_of_words import save_tokenizer  # noqa: E402
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(torch.cuda.is_available(), reason="SGLang's engine is started on its CPU device"),
 ]
 PROGRAM = Path(__file__).parents[1] / "support" / "sglang_engine.py"
-
-
-def _float(name: str, folder: Path, seed: int, **sizes: int) -> Path:
-    model = nvfp4_models.float_model(name, **sizes)
-    generator = torch.Generator().manual_seed(seed)
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            parameter.data.normal_(std=0.1, generator=generator)
-    nvfp4_models.save_float(model, folder)
-    save_tokenizer(folder)
-    return folder
 
 
 def _engine(tmp_path: Path, **arguments: Any) -> dict[str, Any]:
@@ -73,7 +61,7 @@ def test_an_nvfp4_checkpoint_is_served_and_updated(
     folders = []
     for i in range(2):
         folders.append(tmp_path / f"nvfp4-{i}")
-        source = _float(name, tmp_path / f"float{i}", i, **sizes)
+        source = nvfp4_models.save_seeded(name, tmp_path / f"float{i}", i, **sizes)
         assert main(["convert", "--activations", activations, str(source), str(folders[i])]) == 0
     found = _engine(tmp_path, model=str(folders[0]), update=str(folders[1]))
     for step in ("first", "updated"):
@@ -84,6 +72,6 @@ def test_an_nvfp4_checkpoint_is_served_and_updated(
 
 
 def test_a_16_bit_checkpoint_is_quantized_while_it_is_loaded(tmp_path: Path) -> None:
-    folder = _float("llama", tmp_path / "float", 0)
+    folder = nvfp4_models.save_seeded("llama", tmp_path / "float", 0)
     found = _engine(tmp_path, model=str(folder), engine={"quantization": "fp4gemm"})
     assert found["first"]["mean_difference"] < 0.3

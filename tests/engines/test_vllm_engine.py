@@ -13,28 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 pytest.importorskip("vllm", reason="needs requirements/serving.txt: make test-serving")
 nvfp4_models = pytest.importorskip("nvfp4_models")
 
 from fp4gemm.commands import main  # noqa: E402
-from tokenizers_of_words import save_tokenizer  # noqa: E402
 
 pytestmark = pytest.mark.slow
 PROGRAM = Path(__file__).parents[1] / "support" / "vllm_engine.py"
 STEPS = 4  # of the engine, each of which calls every layer once: one prefill, three decodes
-
-
-def _float(name: str, folder: Path, seed: int, **sizes: int) -> Path:
-    model = nvfp4_models.float_model(name, **sizes)
-    generator = torch.Generator().manual_seed(seed)
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            parameter.data.normal_(std=0.1, generator=generator)
-    nvfp4_models.save_float(model, folder)
-    save_tokenizer(folder)
-    return folder
 
 
 def _converted(source: Path, *options: str) -> Path:
@@ -79,7 +66,8 @@ def test_an_nvfp4_checkpoint_is_served_and_updated(
     """
     options = ("--format", format, "--activations", activations, "--fuse", "none")
     sizes = {"intermediate_size": 128} if activations == "fp8" else {}  # k of FP8 tokens: multiples of 64
-    first, second = (_converted(_float(name, tmp_path / f"float{i}", i, **sizes), *options) for i in range(2))
+    floats = (nvfp4_models.save_seeded(name, tmp_path / f"float{i}", i, **sizes) for i in range(2))
+    first, second = (_converted(folder, *options) for folder in floats)
     found = _engine(tmp_path, model=str(first), update=str(second))
     for step in ("first", "updated"):
         assert found[step]["layers"] == layers
@@ -102,7 +90,7 @@ def test_an_nvfp4_checkpoint_is_served_and_updated(
 @pytest.mark.parametrize(("name", "layers"), [("llama", 8), ("qwen3-moe", 6)])
 def test_a_16_bit_checkpoint_is_quantized_while_it_is_loaded(tmp_path: Path, name: str, layers: int) -> None:
     """--quantization fp4gemm has the bits of quantize_model, after an update too."""
-    first, second = (_float(name, tmp_path / f"float{i}", i) for i in range(2))
+    first, second = (nvfp4_models.save_seeded(name, tmp_path / f"float{i}", i) for i in range(2))
     found = _engine(tmp_path, model=str(first), update=str(second), engine={"quantization": "fp4gemm"})
     for step in ("first", "updated"):
         assert found[step]["layers"] == layers
@@ -113,7 +101,7 @@ def test_a_16_bit_checkpoint_is_quantized_while_it_is_loaded(tmp_path: Path, nam
 
 def test_our_own_format_is_served(tmp_path: Path) -> None:
     """quant_method fp4gemm, an amax for each row of each weight."""
-    source = _float("llama", tmp_path / "float", 0)
+    source = nvfp4_models.save_seeded("llama", tmp_path / "float", 0)
     folder = _converted(
         source, "--format", "fp4gemm", "--weight-scaling", "row", "--activations", "per-token"
     )
@@ -124,7 +112,9 @@ def test_our_own_format_is_served(tmp_path: Path) -> None:
 
 def test_a_cache_in_fp8_changes_no_bit_of_a_layer(tmp_path: Path) -> None:
     """kv_cache_dtype="fp8": attention reads other numbers, and the layers compute what they do without."""
-    folder = _converted(_float("llama", tmp_path / "float", 0), "--activations", "per-token")
+    folder = _converted(
+        nvfp4_models.save_seeded("llama", tmp_path / "float", 0), "--activations", "per-token"
+    )
     found = [_engine(tmp_path, model=str(folder), engine=each) for each in ({}, {"kv_cache_dtype": "fp8"})]
     for each in found:
         assert each["first"]["different"] == 0
@@ -134,7 +124,7 @@ def test_a_cache_in_fp8_changes_no_bit_of_a_layer(tmp_path: Path) -> None:
 
 def test_a_checkpoint_without_a_scale_is_refused_by_name(tmp_path: Path) -> None:
     """The engine stops with the name of the tensor."""
-    source = _float("llama", tmp_path / "float", 0)
+    source = nvfp4_models.save_seeded("llama", tmp_path / "float", 0)
     folder = _converted(source, "--activations", "per-token")
     tensors, _ = nvfp4_models.read(folder)
     del tensors["model.layers.1.self_attn.k_proj.weight_scale_2"]

@@ -19,6 +19,7 @@ from fp4gemm.checkpoint.formats import (
     quantization_config,
 )
 from fp4gemm.recipe import StoredActivations
+from tokenizers_of_words import save_tokenizer
 from torch import Tensor
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -76,6 +77,18 @@ def float_model(name: str, dtype: torch.dtype = torch.bfloat16, **sizes: int) ->
 def save_float(model: Any, folder: Path) -> Path:
     """A float checkpoint of the model, as transformers writes it."""
     model.save_pretrained(folder)
+    return folder
+
+
+def save_seeded(name: str, folder: Path, seed: int, **sizes: int) -> Path:
+    """A float checkpoint for an engine: its matrices are drawn from the seed, and its tokenizer has words."""
+    model = float_model(name, **sizes)
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.data.normal_(std=0.1, generator=generator)
+    save_float(model, folder)
+    save_tokenizer(folder)
     return folder
 
 
