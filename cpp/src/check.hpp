@@ -34,6 +34,12 @@ inline bool is_aligned(void const* pointer, int bytes) {
   return reinterpret_cast<uintptr_t>(pointer) % static_cast<uintptr_t>(bytes) == 0;
 }
 
+/// An int that says yes or no.
+inline fp4gemm_status_t check_flag(char const* name, int flag) {
+  FP4GEMM_CHECK(flag == 0 || flag == 1, "%s: is %d, must be 0 or 1", name, flag);
+  return FP4GEMM_SUCCESS;
+}
+
 inline fp4gemm_status_t check_dtype(char const* name, fp4gemm_dtype_t dtype) {
   FP4GEMM_CHECK(dtype == FP4GEMM_BF16 || dtype == FP4GEMM_FP16 || dtype == FP4GEMM_FP32,
                 "%s: is %d, must be FP4GEMM_BF16, FP4GEMM_FP16 or FP4GEMM_FP32", name,

@@ -46,9 +46,7 @@ fp4gemm_status_t check_fp8(GemmArgs const& args) {
   FP4GEMM_CHECK(!is_ragged_k(args), "a: is e4m3, must be another format for groups that are ragged in k");
   FP4GEMM_CHECK(args.k % Rules::kFp8K == 0, "k: is %lld, must be a multiple of %d with a in e4m3", ll(args.k),
                 Rules::kFp8K);
-  FP4GEMM_CHECK(args.use_fast_accum == 0 || args.use_fast_accum == 1, "use_fast_accum: is %d, must be 0 or 1",
-                args.use_fast_accum);
-  return FP4GEMM_SUCCESS;
+  return check_flag("use_fast_accum", args.use_fast_accum);
 }
 
 fp4gemm_status_t check_formats(GemmArgs const& args) {
@@ -116,22 +114,6 @@ fp4gemm_status_t check_groups(GemmArgs const& args) {
   return FP4GEMM_SUCCESS;
 }
 
-fp4gemm_status_t check_activation(fp4gemm_activation_t activation) {
-  if (activation_info(activation) != nullptr) {
-    return FP4GEMM_SUCCESS;
-  }
-  // No std::string: it may throw, and no exception leaves the library.
-  char names[400] = "";
-  size_t length = 0;
-  for (ActivationInfo const& row : kActivations) {
-    int const written = std::snprintf(names + length, sizeof(names) - length, "%s%d (%s)",
-                                      length == 0 ? "" : ", ", static_cast<int>(row.number), row.name);
-    length = std::min(length + static_cast<size_t>(written), sizeof(names) - 1);
-  }
-  return fail(FP4GEMM_ERROR_INVALID_ARGUMENT, "activation: is %d, must be one of %s",
-              static_cast<int>(activation), names);
-}
-
 /// Checks the product of three sizes that are valid themselves; sums of bytes then fit in 64 bits.
 fp4gemm_status_t check_elements(char const* name, int64_t matrices, int64_t rows, int64_t columns) {
   FP4GEMM_CHECK(product_is_at_most(Rules::kMaxElements, matrices, rows, columns),
@@ -189,6 +171,22 @@ static_assert(static_cast<int>(cutlass_evt::OutputType::kBf16) == FP4GEMM_BF16 &
 
 }  // namespace
 
+fp4gemm_status_t check_activation(fp4gemm_activation_t activation) {
+  if (activation_info(activation) != nullptr) {
+    return FP4GEMM_SUCCESS;
+  }
+  // No std::string: it may throw, and no exception leaves the library.
+  char names[400] = "";
+  size_t length = 0;
+  for (ActivationInfo const& row : kActivations) {
+    int const written = std::snprintf(names + length, sizeof(names) - length, "%s%d (%s)",
+                                      length == 0 ? "" : ", ", static_cast<int>(row.number), row.name);
+    length = std::min(length + static_cast<size_t>(written), sizeof(names) - 1);
+  }
+  return fail(FP4GEMM_ERROR_INVALID_ARGUMENT, "activation: is %d, must be one of %s",
+              static_cast<int>(activation), names);
+}
+
 cutlass_evt::EpilogueArguments epilogue_of(GemmArgs const& args) {
   cutlass_evt::EpilogueArguments epilogue;
   epilogue.alpha = args.alpha;
@@ -226,6 +224,8 @@ fp4gemm_status_t check_gemm_problem(GemmArgs const& args) {
   FP4GEMM_TRY(check_elements("a", 1, args.m, args.k));
   FP4GEMM_TRY(check_elements("b", num_b(args), args.n, args.k));
   FP4GEMM_TRY(check_elements("d", num_d(args), args.m, args.n));
+  FP4GEMM_TRY(check_flag("b_is_constant", args.b_is_constant));
+  FP4GEMM_TRY(check_flag("batch_invariant", args.batch_invariant));
   FP4GEMM_TRY(check_formats(args));
   return check_quantization(args);
 }

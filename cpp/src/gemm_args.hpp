@@ -37,6 +37,9 @@ inline fp4gemm_dtype_t a_dtype(GemmArgs const& args) {
 /// The arguments of the epilogue as the kernels have them.
 cutlass_evt::EpilogueArguments epilogue_of(GemmArgs const& args);
 
+/// Refuses a number that names no activation, with a list of those that exist.
+fp4gemm_status_t check_activation(fp4gemm_activation_t activation);
+
 /// Checks sizes, formats and types: all that the plan depends on. The pointers are checked later, since the
 /// query of the workspace needs none.
 fp4gemm_status_t check_gemm_problem(GemmArgs const& args);

@@ -63,6 +63,9 @@ void test_gemm_errors() {
   bad_gemm("out_dtype", [](Args& a) { a.out_dtype = static_cast<fp4gemm_dtype_t>(9); }, "out_dtype: is 9");
   bad_gemm("a", [](Args& a) { a.a.format = static_cast<fp4gemm_format_t>(7); }, "a: format is 7");
   bad_gemm("b", [](Args& a) { a.b.format = static_cast<fp4gemm_format_t>(5); }, "b: format is 5");
+  bad_gemm("b_is_constant", [](Args& a) { a.b_is_constant = 2; }, "b_is_constant: is 2, must be 0 or 1");
+  bad_gemm(
+      "batch_invariant", [](Args& a) { a.batch_invariant = -1; }, "batch_invariant: is -1, must be 0 or 1");
   bad_gemm("struct_size", [](Args& a) { a.struct_size = 3; }, "args: struct_size is 3");
   expect_error("null args", fp4gemm_gemm(nullptr, nullptr, 0, 0, nullptr), FP4GEMM_ERROR_INVALID_ARGUMENT,
                "args: is null");

@@ -77,6 +77,7 @@ void test_quantize_errors() {
       "four_over_six", [](Args& a) { a.four_over_six = static_cast<fp4gemm_four_over_six_t>(3); },
       "four_over_six: is 3");
   bad_quantize("e4m3_max", [](Args& a) { a.e4m3_max = 240; }, "e4m3_max: is 240, must be 448 or 256");
+  bad_quantize("fast_error", [](Args& a) { a.fast_error = 2; }, "fast_error: is 2, must be 0 or 1");
   bad_quantize("bound alone", [](Args& a) { a.e4m3_max = 256; }, "e4m3_max: is 256, must be 448 without");
   bad_quantize("signs", [](Args& a) { a.hadamard_signs = 0x10000; }, "hadamard_signs: is 65536");
   bad_quantize(
@@ -284,6 +285,14 @@ void test_producer_errors() {
   mx.fp8 = static_cast<fp4gemm_fp8_t>(2);
   expect_error("mxfp8 type", fp4gemm_mxfp8_dequantize(&mx, 0, nullptr), FP4GEMM_ERROR_INVALID_ARGUMENT,
                "fp8: is 2");
+  mx.fp8 = FP4GEMM_E4M3;
+  mx.is_transposed = -1;
+  expect_error("mxfp8 is_transposed", fp4gemm_mxfp8_dequantize(&mx, 0, nullptr),
+               FP4GEMM_ERROR_INVALID_ARGUMENT, "is_transposed: is -1, must be 0 or 1");
+  mx.is_transposed = 0;
+  mx.scales_are_compact = 2;
+  expect_error("mxfp8 scales_are_compact", fp4gemm_mxfp8_dequantize(&mx, 0, nullptr),
+               FP4GEMM_ERROR_INVALID_ARGUMENT, "scales_are_compact: is 2, must be 0 or 1");
 }
 
 void test_dequantize_and_decode_errors() {
@@ -298,6 +307,10 @@ void test_dequantize_and_decode_errors() {
   bad.e4m3_max = 100;
   expect_error("e4m3_max", fp4gemm_dequantize(&bad, 0, nullptr), FP4GEMM_ERROR_INVALID_ARGUMENT,
                "e4m3_max: is 100, must be 448 or 256");
+  bad = args;
+  bad.scales_are_compact = 2;
+  expect_error("scales_are_compact", fp4gemm_dequantize(&bad, 0, nullptr), FP4GEMM_ERROR_INVALID_ARGUMENT,
+               "scales_are_compact: is 2, must be 0 or 1");
   bad = args;
   bad.y = address(4);
   expect_error("y", fp4gemm_dequantize(&bad, 0, nullptr), FP4GEMM_ERROR_INVALID_ARGUMENT, "y: is 0x1004");

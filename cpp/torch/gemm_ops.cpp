@@ -16,7 +16,8 @@ bool is_gated(int64_t activation) {
       return info.is_gated != 0;
     }
   }
-  return false;  // no activation has this number; the C interface refuses it
+  STD_TORCH_CHECK(false, "activation: is ", activation, ", must be the number of an activation, below ",
+                  fp4gemm_activation_count());
 }
 
 namespace {

@@ -243,10 +243,10 @@ def test_unknown_kernel_is_named(cuda: torch.device, gen: torch.Generator) -> No
             fp4gemm.mm(a, b, kernel=name)
 
 
-def test_an_activation_that_does_not_fit_in_c_is_refused(cuda: torch.device, gen: torch.Generator) -> None:
+def test_an_activation_that_does_not_exist_is_refused(cuda: torch.device, gen: torch.Generator) -> None:
     """The operator has 64-bit integers. The low 32 bits of this one are a valid activation."""
     a, b = operands(8, 8, 64, cuda, gen)
-    with pytest.raises(RuntimeError, match=r"activation: is 4294967296, must fit in 32 bits"):
+    with pytest.raises(RuntimeError, match=r"activation: is 4294967296, must be the number of an activation"):
         torch.ops.fp4gemm.gemm(a.codes, b.codes, a.scales, b.scales, activation=2**32)
 
 

@@ -161,6 +161,8 @@ BAD_EXPERTS: list[tuple[dict[str, Any], str]] = [
     ({"quantize_a": capi.QUANTIZE_A_TENSOR}, "quantize_a: is 2, must be FP4GEMM_QUANTIZE_A_NONE, "),
     ({"quantize_a": 4}, "quantize_a: is 4, must be FP4GEMM_QUANTIZE_A_NONE, "),
     ({"activation": 99}, "activation: is 99, must be one of 0 (none), "),
+    ({"activation": 99, "w13": weights(96)}, "activation: is 99, must be one of 0 (none), "),
+    ({"batch_invariant": 2}, "batch_invariant: is 2, must be 0 or 1"),
     ({"use_fast_accum": 1}, "use_fast_accum: is 1, must be 0 unless quantize_a is FP4GEMM_QUANTIZE_A_FP8"),
     ({"use_fast_accum": 2, **FP8}, "use_fast_accum: is 2, must be 0 or 1"),
     ({"w13": weights(96)}, "w13.n: is 96, must be a multiple of 64"),
@@ -186,6 +188,7 @@ BAD_EXPERTS: list[tuple[dict[str, Any], str]] = [
                 f"{name}: format is 3, must be FP4GEMM_FORMAT_NVFP4 or FP4GEMM_FORMAT_PREPACKED_FP8 with",
             ),
             (changed_weights(name, e4m3_max=240), f"{name}.e4m3_max: is 240, must be 448 or 256"),
+            (changed_weights(name, is_constant=2), f"{name}.is_constant: is 2, must be 0 or 1"),
             (changed_weights(name, scaling=2), f"{name}.scaling: is 2, must be FP4GEMM_SCALING_TENSOR or"),
         )
     ),
@@ -196,6 +199,7 @@ BAD_POINTERS: list[tuple[dict[str, Any], str]] = [
     ({"x": P + 8}, "x: is 0x1008, must be 16-byte aligned"),
     ({"topk_ids": 0}, "topk_ids: is null, must point at 8 elements"),
     ({"topk_ids": P + 4, "ids_are_64_bits": 1}, "topk_ids: is 0x1004, must be 8-byte aligned"),
+    ({"ids_are_64_bits": 8}, "ids_are_64_bits: is 8, must be 0 or 1"),
     ({"topk_weights": P + 2}, "topk_weights: is 0x1002, must be 4-byte aligned"),
     ({"out": 0}, "out: is null, must point at 256 elements"),
     *(

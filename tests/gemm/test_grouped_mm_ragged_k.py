@@ -47,6 +47,31 @@ def test_every_term(
         assert_bits(got, expected_columns(case, **options), short(out_dtype))
 
 
+@pytest.mark.parametrize("factor", [-1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("which", ["alpha", "alpha_row", "alpha_col"])
+def test_factors_of_an_empty_group_are_left_out(
+    which: str, factor: float, device: torch.device, gen: torch.Generator
+) -> None:
+    """D of a group without tokens is +0.0, or the bias, whatever the factors of that group are."""
+    sizes, m, n = (70, 0, 64, 0), 48, 80
+    case = columns_of(sizes, m, n, device, gen)
+    is_empty = torch.tensor([size == 0 for size in sizes], device=device)
+    lengths = {"alpha": (len(sizes),), "alpha_row": (len(sizes), m), "alpha_col": (len(sizes), n)}
+    factors = torch.ones(lengths[which], device=device)
+    factors[is_empty] = factor
+    bias = torch.randn(n, generator=gen).to(device)
+    operands = (case.a.codes, case.b.codes, case.a.scales, case.b.scales, case.offs)
+    for out_dtype in FLOATS:
+        for terms, want in (({}, torch.zeros(n, device=device)), ({"bias": bias}, bias)):
+            options = {**terms, "out_dtype": out_dtype}
+            got = fp4gemm.scaled_grouped_mm(*operands, **{which: factors}, **options)
+            assert_bits(
+                got[is_empty], want.to(out_dtype).expand(2, m, n), f"{short(out_dtype)} of empty groups"
+            )
+            plain = fp4gemm.scaled_grouped_mm(*operands, **options)
+            assert_bits(got[~is_empty], plain[~is_empty], f"{short(out_dtype)} of the others")
+
+
 def test_the_model_finds_a_swapped_group(gen: torch.Generator) -> None:
     """The second model's result depends on which tokens a group has."""
     case = columns_of((70, 64), 32, 48, torch.device("cpu"), gen)

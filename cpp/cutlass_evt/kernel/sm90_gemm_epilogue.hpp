@@ -28,16 +28,18 @@ class Sm90GemmEpilogue {
         lane_(static_cast<int>(threadIdx.x % 32)),
         slot_(0) {}
 
-  /// Writes the work item of a tile. All lanes of the publisher call this; each writes a part.
+  /// Writes the work item of a tile. All lanes of the publisher call this; each writes a part. The factors of
+  /// an empty group that is ragged in k are left out: its D must not be NaN or -0.0 because of them.
   CUTLASS_DEVICE static void write_item(Params const& p, Sm90GemmTile const& tile, WorkItem& item) {
-    float const alpha = epilogue::alpha_of(p.epilogue, tile.group);
+    bool const has_product = tile.steps > 0;
+    float const alpha = has_product ? epilogue::alpha_of(p.epilogue, tile.group) : 1.0f;
     CUTLASS_PRAGMA_UNROLL
     for (int v = 0; v < kNumRowVectors; ++v) {
-      copy(p.epilogue, RowVector(v), tile.group, tile.row, tile.end, item.per_row[v]);
+      copy(p.epilogue, RowVector(v), has_product, tile.group, tile.row, tile.end, item.per_row[v]);
     }
     CUTLASS_PRAGMA_UNROLL
     for (int v = 0; v < kNumColumnVectors; ++v) {
-      copy(p.epilogue, ColumnVector(v), tile.group, tile.column, p.n, item.per_column[v]);
+      copy(p.epilogue, ColumnVector(v), has_product, tile.group, tile.column, p.n, item.per_column[v]);
     }
     if (threadIdx.x % 32 == 0) {
       item.alpha = alpha;
@@ -55,8 +57,8 @@ class Sm90GemmEpilogue {
       return;
     }
     Place const place{item.tile.plane, row, item.tile.column, present};
-    // The usual product has code of its own, since the instructions of the epilogue bound products of small
-    // k, and those that skip absent terms are among them.
+    // A product with factors alone has code of its own, since the instructions of the epilogue bound products
+    // of small k, and those that skip absent terms are among them.
     bool const has_terms = !args_.has_factors_alone();
     if (args_.output == OutputType::kFp32) {
       has_terms ? store_columns<4, true>(item, place, accumulators)
@@ -91,16 +93,18 @@ class Sm90GemmEpilogue {
   CUTLASS_DEVICE int first_row() const { return warp_ * 16; }
 
   /// to[i] = element first + i of the vector V of a group, for i < Count. Beyond its `size` elements, and
-  /// where a factor is absent, it is absent(V). All lanes of a warp call this; each copies a part.
+  /// where a factor is absent or left out, it is absent(V). All lanes of a warp call this; each copies a
+  /// part.
   template <int Count, class V>
-  CUTLASS_DEVICE static void copy(EpilogueArguments const& args, V v, int group, int first, int size,
-                                  float (&to)[Count]) {
+  CUTLASS_DEVICE static void copy(EpilogueArguments const& args, V v, bool has_product, int group, int first,
+                                  int size, float (&to)[Count]) {
     if (is_addend(v) && !args.has(v)) {
       return;
     }
     EpilogueVector const& vector = args.vector(v);
     int const lane = static_cast<int>(threadIdx.x % 32);
-    int const present = vector.data == nullptr ? 0 : size - first - lane;
+    bool const is_there = vector.data != nullptr && (is_addend(v) || has_product);
+    int const present = is_there ? size - first - lane : 0;
     float const* const from =
         vector.data + group * vector.group_stride + (vector.is_vector ? first + lane : 0);
     int const step = vector.is_vector ? 32 : 0;

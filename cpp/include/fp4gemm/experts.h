@@ -11,7 +11,8 @@ extern "C" {
 
 /* The weights of all experts in one of the two products: a matrix W[e] (n, k) for each expert e. */
 typedef struct fp4gemm_expert_weights {
-  int64_t n;                 /* rows of each matrix */
+  int64_t n; /* rows of each matrix, a multiple of 32, of 64 for FP8 tokens; of w13 with a gated
+                activation a multiple of twice as much */
   fp4gemm_operand_t operand; /* the matrices one after the other, as B of a GEMM that is ragged in m:
                                 FP4GEMM_FORMAT_NVFP4; or FP4GEMM_FORMAT_PREPACKED, or with FP8 tokens
                                 FP4GEMM_FORMAT_PREPACKED_FP8 */

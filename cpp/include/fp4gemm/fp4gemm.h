@@ -37,9 +37,10 @@
  *   or reads an environment variable; each may be captured in a CUDA graph. All are thread-safe.
  * - Every function that can fail returns a status. After a failure fp4gemm_last_error() returns one sentence
  *   for this thread that names the argument, the value it had and the value required.
- * - Argument structs begin with struct_size; initialize them with the FP4GEMM_*_INIT macros, each of which
- *   calls the function before it: every field that the function does not name is 0. A library whose struct
- *   has another size refuses the call. Before version 1.0 any minor version may change the structs.
+ * - Argument structs begin with struct_size. Initialize each with its FP4GEMM_*_INIT macro, which is a call
+ *   of the struct's fp4gemm_*_init function. Fields that this function does not set are 0. A library whose
+ *   struct has another size refuses the call. Before version 1.0 any minor version may change the structs.
+ * - An int that says yes or no, such as b_is_constant, must be 0 or 1.
  */
 #ifndef FP4GEMM_FP4GEMM_H_
 #define FP4GEMM_FP4GEMM_H_

@@ -17,6 +17,7 @@ inline fp4gemm_status_t check_slots(int64_t num_tokens, int top_k) {
 }
 
 inline fp4gemm_status_t check_ids(void const* ids, int are_64_bits, int64_t num_slots) {
+  FP4GEMM_TRY(check_flag("ids_are_64_bits", are_64_bits));
   return check_buffer("topk_ids", ids, num_slots, are_64_bits != 0 ? 8 : 4);
 }
 

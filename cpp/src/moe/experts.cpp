@@ -35,11 +35,12 @@ fp4gemm_dtype_t h_dtype(ExpertsArgs const& args) {
 
 /// The names of the fields of weights in messages.
 struct WeightNames {
-  char const *n, *data, *scales, *amax, *bias, *e4m3_max, *scaling;
+  char const *n, *data, *scales, *amax, *bias, *e4m3_max, *scaling, *is_constant;
 };
-constexpr WeightNames kW13{"w13.n",    "w13",          "w13.scales", "w13.amax",
-                           "w13.bias", "w13.e4m3_max", "w13.scaling"};
-constexpr WeightNames kW2{"w2.n", "w2", "w2.scales", "w2.amax", "w2.bias", "w2.e4m3_max", "w2.scaling"};
+constexpr WeightNames kW13{"w13.n",    "w13",          "w13.scales",  "w13.amax",
+                           "w13.bias", "w13.e4m3_max", "w13.scaling", "w13.is_constant"};
+constexpr WeightNames kW2{"w2.n",    "w2",          "w2.scales",  "w2.amax",
+                          "w2.bias", "w2.e4m3_max", "w2.scaling", "w2.is_constant"};
 
 /// The format, the bound and the scaling of weights (num_experts, n, k), whose sizes are valid.
 fp4gemm_status_t check_weights(WeightNames const& names, fp4gemm_expert_weights_t const& weights, int64_t k,
@@ -54,6 +55,7 @@ fp4gemm_status_t check_weights(WeightNames const& names, fp4gemm_expert_weights_
   FP4GEMM_CHECK(product_is_at_most(Rules::kMaxElements, args.num_experts, weights.n, k),
                 "%s: %d matrices of (%lld, %lld) elements, must have at most %lld elements in all",
                 names.data, args.num_experts, ll(weights.n), ll(k), ll(Rules::kMaxElements));
+  FP4GEMM_TRY(check_flag(names.is_constant, weights.is_constant));
   FP4GEMM_CHECK(weights.e4m3_max == 448 || weights.e4m3_max == 256, "%s: is %d, must be 448 or 256",
                 names.e4m3_max, weights.e4m3_max);
   FP4GEMM_CHECK(weights.scaling == FP4GEMM_SCALING_TENSOR || weights.scaling == FP4GEMM_SCALING_ROW,
@@ -77,9 +79,11 @@ fp4gemm_status_t check_problem(ExpertsArgs const* args) {
                 "x_dtype: is FP4GEMM_FP32, must be FP4GEMM_BF16 or FP4GEMM_FP16 with "
                 "FP4GEMM_QUANTIZE_A_NONE");
   FP4GEMM_TRY(check_dtype("weights_dtype", args->weights_dtype));
+  FP4GEMM_TRY(check_flag("batch_invariant", args->batch_invariant));
   FP4GEMM_CHECK(args->use_fast_accum == 0 || (args->use_fast_accum == 1 && has_fp8_tokens(*args)),
                 "use_fast_accum: is %d, must be 0%s", args->use_fast_accum,
                 has_fp8_tokens(*args) ? " or 1" : " unless quantize_a is FP4GEMM_QUANTIZE_A_FP8");
+  FP4GEMM_TRY(check_activation(args->activation));
   int const step = has_fp8_tokens(*args) ? Rules::kFp8K : Rules::kGemmK;
   FP4GEMM_TRY(check_size("d", args->d, step, step, Rules::kMaxK));
   int const step13 = is_gated(args->activation) ? 2 * step : step;

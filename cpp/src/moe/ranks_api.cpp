@@ -39,6 +39,7 @@ fp4gemm_status_t quantize_records(fp4gemm_quantize_records_args_t const* args, i
                 "four_over_six: is %d, must be a fp4gemm_four_over_six_t",
                 static_cast<int>(args->four_over_six));
   bool const four_over_six = args->four_over_six != FP4GEMM_FOUR_OVER_SIX_NONE;
+  FP4GEMM_TRY(check_flag("fast_error", args->fast_error));
   FP4GEMM_CHECK(args->e4m3_max == 448 || (args->e4m3_max == 256 && four_over_six),
                 "e4m3_max: is %d, must be 448, or 256 with four_over_six", args->e4m3_max);
   FP4GEMM_TRY(check_buffer("rng_state", args->rng_state, 0, sizeof(int64_t)));

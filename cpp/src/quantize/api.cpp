@@ -77,6 +77,7 @@ fp4gemm_status_t check_combination(fp4gemm_quantize_args_t const& args) {
   FP4GEMM_CHECK(!square || !wants_both || args.column.amax_given == nullptr || args.column.amax_given == amax,
                 "column: amax_given is %p, must be that of row, %p, where block_rows is 16",
                 static_cast<void const*>(args.column.amax_given), static_cast<void const*>(amax));
+  FP4GEMM_TRY(check_flag("fast_error", args.fast_error));
   FP4GEMM_CHECK(args.e4m3_max == 448 || four_over_six, "e4m3_max: is %d, must be 448 without four_over_six",
                 args.e4m3_max);
   FP4GEMM_CHECK(!wants_both || args.scaling != FP4GEMM_SCALING_ROW || args.column.amax_given == nullptr ||
@@ -268,6 +269,7 @@ fp4gemm_status_t dequantize(fp4gemm_dequantize_args_t const* args, int device, f
   FP4GEMM_TRY(check_groups(args->offs, args->num_groups));
   FP4GEMM_CHECK(args->offs == nullptr || args->scaling == FP4GEMM_SCALING_ROW,
                 "scaling: is %d, must be FP4GEMM_SCALING_ROW for groups", static_cast<int>(args->scaling));
+  FP4GEMM_TRY(check_flag("scales_are_compact", args->scales_are_compact));
   FP4GEMM_CHECK(args->offs == nullptr || args->scales_are_compact == 0,
                 "scales_are_compact: is %d, must be 0 for groups", args->scales_are_compact);
   FP4GEMM_TRY(check_buffer("codes", args->codes, args->m * args->k / 2));
@@ -286,6 +288,8 @@ fp4gemm_status_t check_mxfp8(fp4gemm_mxfp8_args_t const* args) {
   FP4GEMM_TRY(check_size("k", args->k, Rules::kMxfp8K, Rules::kMxfp8K, Rules::kMaxK));
   FP4GEMM_TRY(check_dtype("dtype", args->dtype));
   FP4GEMM_TRY(check_enum("fp8", args->fp8, FP4GEMM_E5M2, "FP4GEMM_E4M3 or FP4GEMM_E5M2"));
+  FP4GEMM_TRY(check_flag("is_transposed", args->is_transposed));
+  FP4GEMM_TRY(check_flag("scales_are_compact", args->scales_are_compact));
   FP4GEMM_TRY(check_buffer("values", args->values, args->m * args->k));
   return check_buffer("scales", args->scales, args->m * args->k / 32, args->scales_are_compact != 0 ? 1 : 16);
 }

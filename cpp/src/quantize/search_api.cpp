@@ -24,8 +24,7 @@ fp4gemm_status_t quantize_searched(fp4gemm_quantize_searched_args_t const* args,
   }
   FP4GEMM_CHECK(args->e4m3_max == 448 || args->e4m3_max == 256, "e4m3_max: is %d, must be 448 or 256",
                 args->e4m3_max);
-  FP4GEMM_CHECK(args->fp8_operand == 0 || args->fp8_operand == 1, "fp8_operand: is %d, must be 0 or 1",
-                args->fp8_operand);
+  FP4GEMM_TRY(check_flag("fp8_operand", args->fp8_operand));
   FP4GEMM_TRY(check_buffer("importance", args->importance, 0, sizeof(float)));
   FP4GEMM_TRY(check_buffer("codes", args->codes, args->m * args->k / 2));
   FP4GEMM_TRY(check_buffer("scales", args->scales, args->m * args->k / 16));
