@@ -1,6 +1,6 @@
-// make_kernel<K>(): the table row of a cutlass_evt kernel. Every field is derived from the type K, which is
-// cutlass_evt::Dense or cutlass_evt::Grouped with an architecture, a tile, a cluster and an epilogue. A
-// kernel whose epilogue has SixteenBits has a row for bf16 and one for fp16.
+// The rows of the kernel table for a CUTLASS kernel of SM100 or SM120. Every field is derived from the type
+// K, which is cutlass_evt::Dense or cutlass_evt::Grouped with an architecture, a tile, a cluster and an
+// epilogue. A kernel whose epilogue has SixteenBits has a row for bf16 and one for fp16.
 #pragma once
 
 #include <atomic>
@@ -12,6 +12,10 @@
 #include "launch.hpp"
 
 namespace fp4gemm {
+
+/// Mode I of a static shape.
+template <int I, class Shape>
+constexpr int kSize = static_cast<int>(cute::size<I>(Shape{}));
 
 /// The parameters of a kernel. A type of our own is what nvcc's host code names: with CUTLASS 4.2 it spells
 /// the Params of SM120's kernels so that g++ 12 finds no matching template.
@@ -39,9 +43,6 @@ template <class K>
 struct KernelBase {
   using Gemm = typename K::Kernel;
   using Op = typename K::Op;
-
-  template <int I, class Shape>
-  static constexpr int kSize = static_cast<int>(cute::size<I>(Shape{}));
   using Cluster = typename K::Cluster;
 
   /// The fields that the arguments of both modes have in common: sizes, operands, the epilogue and the
@@ -151,8 +152,6 @@ template <class K, class Out>
 struct KernelRow {
   using Impl = cute::conditional_t<K::kGrouped, GroupedImpl<K>, DenseImpl<K>>;
   using Op = typename K::Op;
-  template <int I, class Shape>
-  static constexpr int kSize = static_cast<int>(cute::size<I>(Shape{}));
   template <class Shape>
   static constexpr int kAlongM = Op::kSwapped ? kSize<1, Shape> : kSize<0, Shape>;
   template <class Shape>

@@ -76,7 +76,7 @@ struct EpilogueArguments {
     return present;
   }
 
-  /// Whether D is the product times factors, the usual call.
+  /// Whether D is the product times factors, without bias, activation and C.
   constexpr bool has_factors_alone() const {
     return !has_addends() && activation == Activation{} && c == nullptr;
   }

@@ -12,17 +12,17 @@ struct ColumnsEpilogue {
   using Arguments = EpilogueArguments;
   static constexpr int kColumns = 8;  // that a thread finishes at a time
 
-  /// True for the usual call: bf16, no activation, no C.
+  /// True if D is bf16 and there is neither an activation nor C.
   CUTLASS_HOST_DEVICE static bool is_plain(Arguments const& args) {
     return args.activation == Activation::kNone && args.c == nullptr && args.output == OutputType::kBf16;
   }
 
-  /// True if D has 16-bit elements and there is neither an activation nor C. With takes_more, a gated
-  /// activation or C may be there.
-  CUTLASS_HOST_DEVICE static bool is_direct(Arguments const& args, bool takes_more) {
+  /// True if D has 16-bit elements and there is neither an activation nor C. With
+  /// takes_c_and_gated, a gated activation or C may be there.
+  CUTLASS_HOST_DEVICE static bool is_direct(Arguments const& args, bool takes_c_and_gated) {
     return args.output != OutputType::kFp32 &&
-           (takes_more ? args.activation == Activation::kNone || is_gated(args.activation)
-                       : args.activation == Activation::kNone && args.c == nullptr);
+           (takes_c_and_gated ? args.activation == Activation::kNone || is_gated(args.activation)
+                              : args.activation == Activation::kNone && args.c == nullptr);
   }
 
   CUTLASS_DEVICE static float alpha(Arguments const& args, int group) { return alpha_of(args, group); }
@@ -63,8 +63,8 @@ struct ColumnsEpilogue {
     /// packed[i] = two elements of D for the gated activation Formula as 16-bit numbers, those of z[4 i] and
     /// z[4 i + 1] and of z[4 i + 2] and z[4 i + 3]. z holds pairs of gate and up and is overwritten.
     template <class Formula, int Values>
-    CUTLASS_DEVICE static void finish_pairs(Arguments const& args, float (&z)[Values],
-                                            uint32_t (&packed)[Values / 4]) {
+    CUTLASS_DEVICE static void activate_and_cast(Arguments const& args, float (&z)[Values],
+                                                 uint32_t (&packed)[Values / 4]) {
       nodes::activate_pairs_by<Formula, Values>(z);
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < Values / 4; ++i) {

@@ -190,7 +190,7 @@ struct MixedInputKernel {
     TileCoord const& coord = item.coord;
     TileWork const work = tile_work(p, item, rank);
     float const alpha = Epilogue::alpha(p.epilogue, coord.group);
-    bool const is_direct = Epilogue::is_direct(p.epilogue, Direct::kTakesMore);
+    bool const is_direct = Epilogue::is_direct(p.epilogue, Direct::kTakesCAndGated);
     bool const uses_vectors = Config::kSharesRows || is_direct;
     if (uses_vectors && item.begin == 0) {
       Vectors::fetch(p.epilogue, shared, coord, work.first_chunk, p.n);
@@ -211,7 +211,7 @@ struct MixedInputKernel {
     if constexpr (!Config::kSharesRows) {
       if (is_direct) {
         int const first = first_chunk(coord, rank);
-        if constexpr (Direct::kTakesMore) {
+        if constexpr (Direct::kTakesCAndGated) {
           if (p.epilogue.activation != Activation::kNone) {
             // The formula is chosen once for a tile: a choice for each pair would cost as much as the pair.
             nodes::visit_formula(p.epilogue.activation, [&](auto formula) {

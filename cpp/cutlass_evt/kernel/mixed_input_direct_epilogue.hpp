@@ -1,5 +1,5 @@
-// The epilogue of the usual call, for tiles whose warpgroups do not share rows: from the registers of a wgmma
-// to stores of 128 bytes of D.
+// An epilogue for tiles whose warpgroups do not share rows, and for calls whose D ColumnsEpilogue::is_direct
+// accepts: from the registers of a wgmma to stores of 128 bytes of D.
 #pragma once
 
 #include "cutlass_evt/kernel/mixed_input_epilogue_vectors.hpp"
@@ -7,8 +7,8 @@
 namespace cutlass_evt {
 
 /// The epilogue of one tile where Epilogue's is_direct holds: 16-bit D without C and activation or, for tiles
-/// with kTakesMore, with C or a gated activation. A warpgroup has 64 columns of D and synchronises with no
-/// other: one may be in the mainloop of the next tile while another stores.
+/// with kTakesCAndGated, with C or a gated activation. A warpgroup has 64 columns of D and synchronises with
+/// no other: one may be in the mainloop of the next tile while another stores.
 ///
 /// The arithmetic happens where the accumulators are: a thread holds two columns, whose factors and biases
 /// are in registers, and pairs of tokens, whose factors are in shared memory. stmatrix then transposes the
@@ -26,7 +26,7 @@ struct MixedInputDirectEpilogue {
   static constexpr int kPieces = kSliceTokens / 16;  // stores of 16 bytes by a thread for each slice
   // Whether gated activations and C are served. store_pairs writes 32 tokens at a time, and three warpgroups
   // have too few registers for either.
-  static constexpr bool kTakesMore = kSliceTokens >= 32 && Config::kConsumerGroups <= 2;
+  static constexpr bool kTakesCAndGated = kSliceTokens >= 32 && Config::kConsumerGroups <= 2;
 
   /// Writes the tile to D, with or without C; the accumulators are used up.
   template <bool kHasC, class Accumulators>
@@ -213,7 +213,7 @@ struct MixedInputDirectEpilogue {
           }
         }
         uint32_t packed[2];
-        columns.template finish_pairs<Formula>(args, pairs, packed);
+        columns.template activate_and_cast<Formula>(args, pairs, packed);
         asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(
                          put_at + buffer + static_cast<uint32_t>(block * 8 * 64)),
                      "r"(packed[0]), "r"(packed[1])

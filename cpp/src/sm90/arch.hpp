@@ -1,4 +1,4 @@
-// What the files of SM90 share: its number, which its traits have too, and its kernel lists.
+// What the files of SM90 share: the number of the architecture and the lists of its kernels.
 #pragma once
 
 #include "kernel.hpp"
