@@ -9,11 +9,15 @@ from fp4gemm import quantize, training
 from fp4gemm.training import Cast, Recipe
 from torch import Tensor
 
+_FAST = Cast(four_over_six="mae", four_over_six_error="fast", e4m3_max=448)
 # Every preset, and recipes that use the fields which no preset has.
 RECIPES: dict[str, Recipe] = {
     **training.PRESETS,
     "w4a16": Recipe(w=Cast()),
     "original": training.PRESETS["te_per_token"].replace(save_input="original"),
+    "fast error": Recipe(
+        x=_FAST, w=_FAST, dy=Cast(), w_t=_FAST, dy_t=Cast(scaling="tensor"), x_t=Cast(scaling="tensor")
+    ),
     "rowwise": Recipe(
         x=Cast(), w=Cast(), dy=Cast(), w_t=Cast(source="rowwise"), dy_t=Cast(), x_t=Cast(source="rowwise")
     ),
@@ -41,7 +45,8 @@ class Step(NamedTuple):
 def options(cast: Cast, recipe: Recipe, state: Tensor) -> dict[str, Any]:
     """The keywords of fp4gemm.quantize for a cast, written out."""
     made: dict[str, Any] = {
-        name: getattr(cast, name) for name in ("scaling", "block", "encode", "four_over_six", "e4m3_max")
+        name: getattr(cast, name)
+        for name in ("scaling", "block", "encode", "four_over_six", "four_over_six_error", "e4m3_max")
     }
     if cast.hadamard:
         made |= {"hadamard": cast.hadamard, "hadamard_signs": recipe.hadamard_signs}

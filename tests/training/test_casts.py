@@ -24,13 +24,14 @@ SAMPLES: dict[str, dict[str, Any]] = {
     "hadamard": {"hadamard": "fp32"},
     "stochastic": {"stochastic": True},
     "four_over_six": {"four_over_six": "mse"},
+    "four_over_six_error": {"four_over_six_error": "fast", "four_over_six": "mse"},
     "e4m3_max": {"e4m3_max": 448, "four_over_six": "mse"},
     "encode": {"encode": "te_per_token"},
 }
 FIELDS = [each.name for each in dataclasses.fields(Cast)]
 # Options of the quantizers that are no fields of Cast: signs and random numbers belong to a recipe and to a
-# call, and the fast error of four over six is not offered in training.
-NO_FIELDS = {"hadamard_signs", "generator", "rng_state", "four_over_six_error"}
+# call.
+NO_FIELDS = {"hadamard_signs", "generator", "rng_state"}
 
 
 def test_the_fields_are_the_options_of_the_quantizers_and_the_source() -> None:

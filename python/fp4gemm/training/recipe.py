@@ -33,13 +33,14 @@ class Cast:
         hadamard: None, "bf16" or "fp32": the 16x16 Hadamard transform along the blocks, for wgrad alone.
         stochastic: codes are rounded stochastically, for gradients.
         four_over_six: None, "mae" or "mse": each block chooses between two scales.
+        four_over_six_error: "exact", or "fast" as NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH of TransformerEngine.
         e4m3_max: None, 448 or 256: the bound of the block scales; None is 256 with four_over_six, else 448.
         encode: "te", or "te_per_token" as TransformerEngine's #3045.
         source: "original": the tensor itself is cast. "rowwise": the forward copy, dequantized, is cast, so
             that the backward pass sees the numbers of the forward pass; for w_t and x_t alone.
 
     Raises:
-        TypeError, ValueError: naming the field that has another type or value.
+        TypeError, ValueError: naming the field that has another type or value; "fast" without four_over_six.
         NotImplementedError: naming the field that excludes another: block (16, 16) with scaling "row",
             encode "te_per_token", hadamard or stochastic; four_over_six with encode "te_per_token", hadamard
             or stochastic.
@@ -50,6 +51,7 @@ class Cast:
     hadamard: Literal["bf16", "fp32"] | None = None
     stochastic: bool = False
     four_over_six: Literal["mae", "mse"] | None = None
+    four_over_six_error: Literal["exact", "fast"] = "exact"
     e4m3_max: Literal[448, 256] | None = None
     encode: Literal["te", "te_per_token"] = "te"
     source: Literal["original", "rowwise"] = "original"
@@ -186,6 +188,8 @@ def _pair(rows: Operand, columns: Operand, signs: int) -> Casts | None:
     """The casts of a tensor in both directions as the operators of a step have them, or None."""
     if not isinstance(rows, Cast) or not isinstance(columns, Cast) or columns.source != "original":
         return None
+    if "fast" in (rows.four_over_six_error, columns.four_over_six_error):
+        return None  # the operators of a step have no such number
     of_columns = (*columns.numbers, 0 if columns.hadamard is None else signs, int(columns.stochastic))
     return (*rows.numbers, 0, int(rows.stochastic)), of_columns
 
