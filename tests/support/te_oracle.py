@@ -104,7 +104,8 @@ def _installed(modules: dict[str, types.ModuleType]) -> Iterator[None]:
                 sys.modules[name] = module
 
 
-def _run(source: str, name: str) -> types.ModuleType:
+def run(source: str, name: str) -> types.ModuleType:
+    """The module of a source."""
     module = types.ModuleType(name)
     sys.modules[name] = module  # dataclasses look up their module by name
     exec(compile(source, f"<{name}>", "exec"), module.__dict__)
@@ -118,7 +119,7 @@ class Oracle:
         with zipfile.ZipFile(path) as archive:
             source = archive.read(FOLDER + REFERENCE).decode()
             utilities = archive.read(f"{FOLDER}{UTILITIES}.py").decode()
-        self._utilities = _run(utilities, "_te_reference_utils")
+        self._utilities = run(utilities, "_te_reference_utils")
         modules: dict[str, types.ModuleType] = {}
         for node in ast.parse(source).body:
             if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith(
@@ -133,7 +134,7 @@ class Oracle:
                 stub = self._utilities if alias.name == UTILITIES else _stub(alias.name)
                 setattr(modules[str(node.module)], alias.name, stub)
         with _installed(modules):
-            self._module = _run(source, "_te_reference_nvfp4")
+            self._module = run(source, "_te_reference_nvfp4")
 
     def _quantizer(self, *, columnwise: bool, rotate: bool, signs: bool, **options: Any) -> Any:
         return self._module.NVFP4QuantizerRef(

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from .. import _checks
 from ..ops import options as option_checks
 from ..ops.quantize import QuantizeCall
+from . import _te
 
 __all__ = ["DEQUANTIZED", "PRESETS", "Cast", "Operand", "Recipe", "resolve"]
 
@@ -183,6 +186,47 @@ class Recipe:
         """The recipe with other fields, checked again; as dataclasses.replace."""
         return dataclasses.replace(self, **changes)
 
+    @classmethod
+    def from_te(cls, recipe: object, *, four_over_six_error: Literal["exact", "fast"] = "exact") -> Recipe:
+        """The recipe of an NVFP4BlockScaling of TransformerEngine, which is read by its attributes.
+
+        The casts have the bits of its quantizers (docs/interop.md, which also has the table of its variables
+        and says what has no counterpart). TransformerEngine itself is not imported.
+
+        Args:
+            recipe: an NVFP4BlockScaling of release 2.20.2 or older, or the NVFP4PerTokenBlockScaling of its
+                pull request 3045.
+            four_over_six_error: "fast" where NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH=1 is set beside the recipe,
+                which has no attribute for it. Without four over six it has no effect.
+
+        Raises:
+            TypeError: recipe is no NVFP4BlockScaling, or an attribute has another type.
+            ValueError: naming the attribute: it is not known, it has another value, it contradicts another
+                one, or TransformerEngine does not combine the two.
+            NotImplementedError: naming the attribute: FP8 attention, or another format.
+        """
+        _checks.is_one_of("four_over_six_error", four_over_six_error, ("exact", "fast"))
+        settings = _te.of_recipe(recipe)
+        is_fast = four_over_six_error == "fast"
+        return _of_te(dataclasses.replace(settings, four_over_six_error_is_fast=is_fast))
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] | None = None) -> Recipe:
+        """The recipe that the environment variables of TransformerEngine make of an NVFP4BlockScaling().
+
+        docs/interop.md has the table of these variables. Those that are not set have TransformerEngine's
+        defaults, so that an environment without any gives ``PRESETS["nvidia"]``.
+
+        Args:
+            environ: the variables; None: os.environ.
+
+        Raises:
+            ValueError: naming the variable: it begins with NVTE_NVFP4 and is not known, it has another value,
+                or TransformerEngine does not combine it with another one.
+            NotImplementedError: NVTE_USE_FAST_MATH=1.
+        """
+        return _of_te(_te.of_environment(os.environ if environ is None else environ))
+
 
 def _pair(rows: Operand, columns: Operand, signs: int) -> Casts | None:
     """The casts of a tensor in both directions as the operators of a step have them, or None."""
@@ -241,32 +285,57 @@ def _check_pair(recipe: Recipe, left: str, right: str) -> None:
         )
 
 
-_TENSOR = Cast(scaling="tensor")
-_TENSOR_2D = Cast(scaling="tensor", block=(16, 16))
-_TENSOR_SR = Cast(scaling="tensor", stochastic=True)
-_ROW = Cast()
-_PER_TOKEN = Cast(encode="te_per_token")
+def _of_te(te: _te.Settings) -> Recipe:
+    """The recipe of the settings of TransformerEngine, which were checked."""
 
-_NVIDIA = Recipe(
-    x=_TENSOR,
-    w=_TENSOR_2D,
-    dy=_TENSOR_SR,
-    w_t=_TENSOR_2D,
-    dy_t=Cast(scaling="tensor", hadamard="bf16", stochastic=True),
-    x_t=Cast(scaling="tensor", hadamard="bf16"),
-)
-_SIX_2D = Cast(scaling="tensor", block=(16, 16), four_over_six="mae")
+    def six(role: str) -> dict[str, Any]:
+        if not te.has_four_over_six(role):
+            return {}
+        bound = {} if te.has_256(role) else {"e4m3_max": 448}
+        error = {"four_over_six_error": "fast"} if te.four_over_six_error_is_fast else {}
+        return {"four_over_six": te.nvfp4_4over6_err_mode.lower(), **bound, **error}
+
+    plain: dict[str, Any] = {"encode": "te_per_token"} if te.per_token else {"scaling": "tensor"}
+    x = Cast(**(plain if te.per_token or not te.row_scaled_activation else {}), **six("activations"))
+    w = Cast(**({"scaling": "tensor", "block": (16, 16)} if te.is_2d else plain), **six("weights"))
+    if te.backward_override is not None:
+        backward: Operand = DEQUANTIZED if te.backward_override == "dequantized" else None
+        return Recipe(x=x, w=w, w_t=backward, x_t=backward)
+    dy = Cast(**plain, stochastic=te.is_stochastic)
+    of_wgrad: dict[str, Any] = {}
+    if te.rotates:
+        of_wgrad["hadamard"] = "fp32" if te.per_token else "bf16"
+    return Recipe(
+        x=x,
+        w=w,
+        dy=dy,
+        w_t=w,
+        dy_t=dataclasses.replace(dy, **of_wgrad),
+        x_t=dataclasses.replace(x, **of_wgrad),
+    )
+
+
+def _te_preset(**settings: Any) -> Recipe:
+    return _of_te(_te.Settings(**settings))
+
+
+_NVIDIA = _te_preset()
+_SIX = _te_preset(disable_rht=True, nvfp4_4over6="all")
+_ROW = Cast()
 
 PRESETS: dict[str, Recipe] = {
     "bf16": Recipe(),
     "nvidia": _NVIDIA,
-    "te_per_token": Recipe(
-        x=_PER_TOKEN, w=_PER_TOKEN, dy=_PER_TOKEN, w_t=_PER_TOKEN, dy_t=_PER_TOKEN, x_t=_PER_TOKEN
+    "te_per_token": _te_preset(per_token=True),
+    "row_scaled": _te_preset(disable_rht=True, row_scaled_activation=True),
+    "row_scaled_dequantized": _te_preset(
+        disable_rht=True,
+        disable_2d_quantization=True,
+        row_scaled_activation=True,
+        backward_override="dequantized",
     ),
-    "row_scaled": Recipe(x=_ROW, w=_TENSOR_2D, dy=_TENSOR_SR, w_t=_TENSOR_2D, dy_t=_TENSOR_SR, x_t=_ROW),
-    "row_scaled_dequantized": Recipe(x=_ROW, w=_TENSOR, w_t=DEQUANTIZED, x_t=DEQUANTIZED),
-    "four_over_six": _NVIDIA.replace(x=Cast(scaling="tensor", four_over_six="mae"), w=_SIX_2D, w_t=_SIX_2D),
-    "bf16_backward": Recipe(x=_TENSOR, w=_TENSOR_2D),
+    "four_over_six": _NVIDIA.replace(x=_SIX.x, w=_SIX.w, w_t=_SIX.w_t),
+    "bf16_backward": _te_preset(backward_override="high_precision"),
     "bf16_forward": _NVIDIA.replace(x=None, w=None),
     "per_token": Recipe(
         x=_ROW,
