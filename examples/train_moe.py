@@ -5,7 +5,7 @@
     python examples/train_moe.py --size full --device cuda --seeds 0,1,2 --resume   # where it stopped
 
 The text is the documentation and the sources of the Python packages on this machine; nothing is downloaded.
-An arm is a preset of ``fp4gemm.training``, or a change of one such as ``nvidia+no_rht``. Every arm has the
+An arm is a preset of ``fp4gemm.training``, or a change of one such as ``per_token+2d``. Every arm has the
 same initial weights and the same order of data. Results are JSON lines; ``--picture`` and ``--readme`` draw
 and tabulate them, also without training (``--report``).
 """

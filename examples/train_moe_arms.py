@@ -1,4 +1,4 @@
-"""The arms of train_moe.py: presets of fp4gemm.training and changes of them, such as ``nvidia+no_rht``."""
+"""The arms of train_moe.py: presets of fp4gemm.training and changes of them, such as ``per_token+2d``."""
 
 from __future__ import annotations
 
@@ -39,12 +39,11 @@ def _backward_only(recipe: Recipe) -> Recipe:
     return _without(("x", "w"))(_each(lambda cast: replace(cast, source="original"), BACKWARD)(recipe))
 
 
-# What each changes in a recipe; the last two change the model in place of the recipe. nvidia+forward_only is
-# the preset bf16_backward, and nvidia+backward_only is bf16_forward.
+# What each changes in a recipe; the last two change the model in place of the recipe. Some changes of nvidia
+# are presets: no_rht and no_sr, forward_only (bf16_backward) and backward_only (bf16_forward).
 CHANGES: dict[str, Callable[[Recipe], Recipe]] = {
     "rht": _each(lambda cast: replace(cast, hadamard="fp32"), WGRAD),
     "no_rht": _each(lambda cast: replace(cast, hadamard=None)),
-    "sr": _each(lambda cast: replace(cast, stochastic=True), ("dy", "dy_t")),
     "no_sr": _each(lambda cast: replace(cast, stochastic=False)),
     "x_rows": _rows(("x",)),
     "w_rows": _rows(("w", "w_t")),
@@ -52,7 +51,6 @@ CHANGES: dict[str, Callable[[Recipe], Recipe]] = {
     "wgrad_rows": _rows(WGRAD),
     "w_t_rowwise": _each(lambda cast: replace(cast, source="rowwise"), ("w_t",)),
     "w_t_original": _each(lambda cast: replace(cast, source="original"), ("w_t",)),
-    "1d": _each(lambda cast: replace(cast, block=(1, 16)), ("w", "w_t")),
     "2d": _each(
         lambda cast: replace(cast, scaling="tensor", block=(16, 16), source="original"), ("w", "w_t")
     ),
@@ -63,11 +61,10 @@ CHANGES: dict[str, Callable[[Recipe], Recipe]] = {
     "outliers": lambda recipe: recipe,
 }
 VARIANTS = (
-    *(f"nvidia+{change}" for change in ("no_rht", "no_sr", "1d", "last_bf16", "outliers")),
+    *(f"nvidia+{change}" for change in ("last_bf16", "outliers")),
     *(f"per_token+{change}" for change in ("no_rht", "no_sr", "2d", "last_bf16", "outliers")),
     *(f"per_token+{change}" for change in ("w_t_original", "forward_only", "backward_only", "wgrad_bf16")),
     "per_token+wgrad_bf16+outliers",
-    *(f"te_per_token+{change}" for change in ("rht", "sr", "rht+sr")),
 )
 GROUPS = {
     "main": (BF16, "nvidia", "per_token"),

@@ -26,13 +26,13 @@ Row = dict[str, str | float]
 # From nvidia to per_token and from per_token to nvidia, one change at a time.
 ARMS = (
     "nvidia",
-    *(f"nvidia+{change}" for change in ("x_rows", "1d", "w_rows", "w_rows+w_t_rowwise", "dy_rows")),
-    *(f"nvidia+{change}" for change in ("wgrad_rows", "rht", "no_rht", "no_sr")),
+    *("nvidia+x_rows", "nvidia_1d"),
+    *(f"nvidia+{change}" for change in ("w_rows", "w_rows+w_t_rowwise", "dy_rows", "wgrad_rows", "rht")),
+    *("nvidia_no_rht", "nvidia_no_sr"),
     "per_token",
     *(f"per_token+{change}" for change in ("w_t_original", "2d")),
     *(f"per_token+{change}" for change in ("no_rht", "no_sr")),
-    "te_per_token",
-    *(f"te_per_token+{change}" for change in ("rht", "sr", "rht+sr")),
+    *("te_per_token", "te_per_token_rht", "te_per_token_sr", "te_per_token_rht_sr"),
 )
 
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from fp4gemm import NVFP4Tensor, training
+from fp4gemm.training import Cast
 from helpers import make
 from te_oracle import Oracle
 from torch import Tensor
@@ -22,14 +23,29 @@ from training_operands import catch, codes_as_numbers, step_of
 HASHES = Path(__file__).parents[1] / "training" / "te_recipes.json"
 M, N, K = 64, 32, 96
 KINDS = ("normal", "heavy", "row_ranges", "outliers")
+
+
+def pairs(recipe: training.Recipe) -> dict[str, tuple[Any, Any]]:
+    """The operands of each product."""
+    return {
+        "FPROP": (recipe.x, recipe.w),
+        "DGRAD": (recipe.dy, recipe.w_t),
+        "WGRAD": (recipe.dy_t, recipe.x_t),
+    }
+
+
+def products(recipe: training.Recipe) -> tuple[str, ...]:
+    """The products that multiply two quantized operands."""
+    return tuple(
+        name for name, (a, b) in pairs(recipe).items() if isinstance(a, Cast) and isinstance(b, Cast)
+    )
+
+
+# Presets that the reference lacks: it has no amax vector in both operands, and no te_per_token.
+WITHOUT_REFERENCE = ("bf16", "per_token", *(name for name in training.PRESETS if "te_per_token" in name))
 # The preset, and the products of it that TransformerEngine's reference has.
 PRESETS = {
-    "nvidia": ("FPROP", "DGRAD", "WGRAD"),
-    "row_scaled": ("FPROP", "DGRAD", "WGRAD"),
-    "row_scaled_dequantized": ("FPROP",),
-    "four_over_six": ("FPROP", "DGRAD", "WGRAD"),
-    "bf16_backward": ("FPROP",),
-    "bf16_forward": ("DGRAD", "WGRAD"),
+    name: products(recipe) for name, recipe in training.PRESETS.items() if name not in WITHOUT_REFERENCE
 }
 
 
@@ -56,7 +72,7 @@ def without_stochastic_rounding(preset: str) -> training.Recipe:
     casts = {
         field.name: dataclasses.replace(getattr(recipe, field.name), stochastic=False)
         for field in dataclasses.fields(recipe)
-        if isinstance(getattr(recipe, field.name), training.Cast)
+        if isinstance(getattr(recipe, field.name), Cast)
     }
     return recipe.replace(**casts)
 
@@ -83,25 +99,20 @@ def _parts(t: NVFP4Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def theirs(preset: str, tensors: dict[str, Tensor], oracle: Oracle) -> dict[str, Product]:
     """The same products by TransformerEngine's reference."""
-    row_scaled = preset.startswith("row_scaled")
-    rotate = not row_scaled
-    # A recipe of two quantizers for x where the forward copy has four over six: TransformerEngine has no
-    # rotation with it.
-    x_t = oracle.both(tensors["x"], scaling="row" if row_scaled else "tensor", rotate=rotate)
-    dy = oracle.both(tensors["dy"], scaling="tensor", rotate=rotate)
-    if preset == "four_over_six":
-        x = oracle.both(tensors["x"], scaling="tensor", four_over_six="mae")
-        w = oracle.both(tensors["w"], scaling="tensor", block=(16, 16), four_over_six="mae")
-        # Tiles are decided along the rows of w; there the copy for dgrad decides along those of w.T.
-        w.data_t, w.scale_t = _transposed(w.data), w.scale.repeat_interleave(16, 1).t()[:, ::16]
-    else:
-        x = x_t
-        block = (1, 16) if preset == "row_scaled_dequantized" else (16, 16)
-        w = oracle.both(tensors["w"], scaling="tensor", block=block)
-    operands = {"FPROP": (x, w), "DGRAD": (dy, w), "WGRAD": (dy, x_t)}
+    recipe = without_stochastic_rounding(preset)
+
+    def both(name: str, cast: Any) -> Any:
+        options = {"scaling": cast.scaling, "block": cast.block, "four_over_six": cast.four_over_six}
+        return oracle.both(tensors[name], rotate=cast.hadamard is not None, **options)
+
     made = {}
     for name in PRESETS[preset]:
-        a, b = operands[name]
+        left, right = pairs(recipe)[name]
+        a = both("x" if name == "FPROP" else "dy", left)
+        b = both("x" if name == "WGRAD" else "w", right)
+        if name == "DGRAD" and right.four_over_six and right.block == (16, 16):
+            # Tiles are decided along the rows of w; there the copy for dgrad decides along those of w.T.
+            b.data_t, b.scale_t = _transposed(b.data), b.scale.repeat_interleave(16, 1).t()[:, ::16]
         d = oracle.multiply(name, a, b, torch.bfloat16)
         made[name] = Product(_of(a, name == "WGRAD"), _of(b, name != "FPROP"), d)
     return made
@@ -150,9 +161,8 @@ def allowed(product: Product, bounds: tuple[int, int]) -> Tensor:
 
 def bounds(preset: str, name: str) -> tuple[int, int]:
     """The bounds of the scales of both operands."""
-    if preset != "four_over_six":
-        return 448, 448
-    return {"FPROP": (256, 256), "DGRAD": (448, 256), "WGRAD": (448, 448)}[name]
+    a, b = pairs(training.PRESETS[preset])[name]
+    return a.bound, b.bound
 
 
 def record(oracle: Oracle) -> dict[str, Any]:

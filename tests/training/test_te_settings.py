@@ -13,7 +13,7 @@ import pytest
 from fp4gemm import training
 from fp4gemm.training import Cast, Recipe, _te
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "interop.md"
+DOCS = Path(__file__).parents[2] / "docs"
 TENSOR = Cast(scaling="tensor")
 SQUARES = Cast(scaling="tensor", block=(16, 16))
 Format = enum.Enum("Format", ["E2M1", "E4M3", "HYBRID"])
@@ -84,7 +84,10 @@ def test_presets() -> None:
     assert te() == training.PRESETS["nvidia"]
     assert te(backward_override="high_precision") == training.PRESETS["bf16_backward"]
     assert te(disable_rht=True, row_scaled_activation=True) == training.PRESETS["row_scaled"]
+    assert te(disable_rht=True, nvfp4_4over6="all") == training.PRESETS["four_over_six_all"]
     assert Recipe.from_te(NVFP4PerTokenBlockScaling()) == training.PRESETS["te_per_token"]
+    both = NVFP4PerTokenBlockScaling(per_token_rht=True, per_token_sr=True)
+    assert Recipe.from_te(both) == training.PRESETS["te_per_token_rht_sr"]
     dequantized = te(
         disable_rht=True,
         disable_2d_quantization=True,
@@ -362,7 +365,13 @@ def test_variables_that_are_refused(environ: dict[str, str], error: type[Excepti
 
 def test_the_table_of_the_documentation() -> None:
     """It has each variable, and no other one with NVFP4 in its name."""
-    rows = re.findall(r"^\| `(NVTE_\w+)` \|", DOCUMENT.read_text(), re.MULTILINE)
+    rows = re.findall(r"^\| `(NVTE_\w+)` \|", (DOCS / "interop.md").read_text(), re.MULTILINE)
     assert sorted(rows) == sorted(
         {*_te.VARIABLES, *_te.LAUNCHES, *_te.REFUSED, "NVTE_BUILD_NUM_PHILOX_ROUNDS"}
     )
+
+
+def test_every_preset_has_a_row_in_the_documentation() -> None:
+    text = (DOCS / "training.md").read_text()
+    table = text[text.index("| preset |") :].split("\n\n")[0]
+    assert sorted(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == sorted(training.PRESETS)

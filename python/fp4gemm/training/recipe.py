@@ -319,6 +319,12 @@ def _te_preset(**settings: Any) -> Recipe:
     return _of_te(_te.Settings(**settings))
 
 
+_ROWS_DEQUANTIZED: dict[str, Any] = {
+    "disable_rht": True,
+    "disable_2d_quantization": True,
+    "row_scaled_activation": True,
+    "backward_override": "dequantized",
+}
 _NVIDIA = _te_preset()
 _SIX = _te_preset(disable_rht=True, nvfp4_4over6="all")
 _ROW = Cast()
@@ -326,15 +332,21 @@ _ROW = Cast()
 PRESETS: dict[str, Recipe] = {
     "bf16": Recipe(),
     "nvidia": _NVIDIA,
+    "nvidia_no_rht": _te_preset(disable_rht=True),
+    "nvidia_no_sr": _te_preset(disable_stochastic_rounding=True),
+    "nvidia_1d": _te_preset(disable_2d_quantization=True),
     "te_per_token": _te_preset(per_token=True),
+    "te_per_token_rht": _te_preset(per_token=True, per_token_rht=True),
+    "te_per_token_sr": _te_preset(per_token=True, per_token_sr=True),
+    "te_per_token_rht_sr": _te_preset(per_token=True, per_token_rht=True, per_token_sr=True),
+    "te_per_token_2d": _te_preset(per_token=True, per_token_weight_2d=True),
     "row_scaled": _te_preset(disable_rht=True, row_scaled_activation=True),
-    "row_scaled_dequantized": _te_preset(
-        disable_rht=True,
-        disable_2d_quantization=True,
-        row_scaled_activation=True,
-        backward_override="dequantized",
-    ),
+    "row_scaled_dequantized": _te_preset(**_ROWS_DEQUANTIZED),
+    "row_scaled_four_over_six": _te_preset(**_ROWS_DEQUANTIZED, nvfp4_4over6="all"),
     "four_over_six": _NVIDIA.replace(x=_SIX.x, w=_SIX.w, w_t=_SIX.w_t),
+    "four_over_six_weights": _te_preset(nvfp4_4over6="weights"),
+    "four_over_six_activations": _te_preset(disable_rht=True, nvfp4_4over6="activations"),
+    "four_over_six_all": _SIX,
     "bf16_backward": _te_preset(backward_override="high_precision"),
     "bf16_forward": _NVIDIA.replace(x=None, w=None),
     "per_token": Recipe(
@@ -349,13 +361,20 @@ PRESETS: dict[str, Recipe] = {
 """The recipes by name.
 
 * "nvidia": TransformerEngine's NVFP4BlockScaling. Each tensor has one amax, weights have blocks of 16x16,
-  gradients are rounded stochastically, and the operands of wgrad are rotated.
-* "te_per_token": TransformerEngine's per-token recipe (#3045): an amax for each row of every operand.
+  gradients are rounded stochastically, and the operands of wgrad are rotated. "nvidia_no_rht",
+  "nvidia_no_sr" and "nvidia_1d" are the same without rotation, without stochastic rounding, and with blocks
+  of 1x16.
+* "te_per_token": TransformerEngine's per-token recipe (#3045): an amax for each row of every operand. With
+  "_rht", "_sr" or "_rht_sr" the operands of wgrad are rotated and gradients are rounded stochastically; with
+  "_2d" weights have one amax and blocks of 16x16.
 * "row_scaled": TransformerEngine's row-scaled activations (#2931, #3206): each token of x has an amax, along
   either direction; no rotation.
 * "row_scaled_dequantized": that forward pass (with 1x16 blocks of W), and a backward pass in bf16 of the
-  dequantized x and W, for reinforcement learning.
-* "four_over_six": "nvidia" whose forward pass chooses block scales as TransformerEngine's 4over6 does.
+  dequantized x and W, for reinforcement learning. "row_scaled_four_over_six": the same with four over six.
+* "four_over_six_weights", "four_over_six_activations", "four_over_six_all": "nvidia" with TransformerEngine's
+  4over6 (#2972) in both copies of W, of x, or of both. The last two rotate nothing, since one cast is not
+  rotated and chosen between two scales. "four_over_six": "nvidia" with 4over6 in the forward pass, whose
+  wgrad has rotated copies without it, which TransformerEngine does not combine.
 * "bf16_backward", "bf16_forward": "nvidia" in one of the passes.
 * "per_token": ours. Each row of every operand has an amax, dgrad multiplies the numbers of the forward
   weight, gradients are rounded stochastically, and the operands of wgrad are rotated.
