@@ -75,9 +75,9 @@ def quantize(
             addresses, needs an x that is 16-byte aligned. Finite values above FLT_MAX / 448 = 7.59e35 are
             out of range and come back as inf or NaN (docs/quantization.md).
         scaling: "row" (for each token): amax (m,) or (g, n); "tensor": amax (1,) or (g, 1).
-        axis: -1: blocks along k. 0: blocks along m, which is a positive multiple of 16 unless offs is given.
-            The result is then the quantized x.T, (k, m), and "row" has one amax for each column of x: the
-            operand that a backward pass needs.
+        axis: -1: blocks along k. 0: blocks along m, which is a positive multiple of 16 unless offs is given
+            (offs of [m] allows any m, also 0, whose product is zero). The result is then the quantized x.T,
+            (k, m), and "row" has one amax for each column of x: the operand that a backward pass needs.
         block: (1, 16), or (16, 16): the elements of a 16x16 tile share one scale, so that x and x.T have the
             same codes and scales (rows beyond m count as zero). For weights; scaling must be "tensor". See
             also :meth:`NVFP4Tensor.with_row_amax`.

@@ -73,6 +73,30 @@ def test_replay_with_other_groups(mode: Mode, cuda: torch.device, gen: torch.Gen
         assert_parts(parts(acted), reference.silu_and_mul_quantize(x.cpu(), there), f"silu {ends}")
 
 
+def test_replay_of_empty_tensors(cuda: torch.device) -> None:
+    """Calls without rows are captured beside calls with rows, which the replay computes."""
+    none = torch.ones(0, 64, dtype=torch.bfloat16, device=cuda)
+    x = torch.ones(32, 64, dtype=torch.bfloat16, device=cuda)
+    w = fp4gemm.quantize(torch.ones(96, 64, dtype=torch.bfloat16, device=cuda))
+    offs = torch.zeros(3, dtype=torch.int32, device=cuda)
+
+    def step() -> list[Any]:
+        empty = [fp4gemm.quantize(none, scaling=scaling) for scaling in ("row", "tensor")]
+        columns = fp4gemm.quantize(none, axis=0, offs=offs)
+        products = [fp4gemm.mm(t, w) for t in empty]
+        return [*products, empty[0].dequantize(), columns.amax, fp4gemm.mm(fp4gemm.quantize(x), w)]
+
+    graph, results = captured(step, cuda)
+    *empty, values, amax, product = results
+    assert [tuple(t.shape) for t in (*empty, values)] == [(0, 96), (0, 96), (0, 64)]
+    for t in (amax, product):
+        t.fill_(torch.nan)
+    graph.replay()
+    torch.cuda.synchronize(cuda)
+    assert_bits(amax, torch.zeros_like(amax))
+    assert_bits(product, torch.full_like(product, 64))
+
+
 def test_replay_with_other_states(cuda: torch.device, gen: torch.Generator) -> None:
     """The kernels read rng_state in each replay."""
     x = make("normal", 96, 64, torch.bfloat16, gen).to(cuda)

@@ -255,3 +255,19 @@ def test_products_of_groups_are_gradients(device: torch.device, gen: torch.Gener
             got = a[:, first:last] @ b[:, first:last].T
             want = dy[start:end].T @ x[start:end]
             assert float((got - want).norm()) <= 0.2 * float(want.norm())
+
+
+@pytest.mark.parametrize("scaling", ["row", "tensor"])
+def test_a_product_of_no_rows(scaling: str, device: torch.device) -> None:
+    """Without groups there is no block along m; one group of no rows gives the operands of a zero dW."""
+    x, dy = (torch.ones(0, k, dtype=torch.bfloat16, device=device) for k in (64, 96))
+    says = r"^x: m is 0, must be a positive multiple of 16 with axis 0; offs = \[0\], one group of all rows"
+    with pytest.raises(ValueError, match=says):
+        fp4gemm.quantize(x, axis=0, scaling=scaling)
+    offs = torch.zeros(1, dtype=torch.int32, device=device)
+    a, b = (fp4gemm.quantize(t, axis=0, scaling=scaling, offs=offs) for t in (dy, x))
+    assert (a.shape, b.shape) == ((96, 0), (64, 0))
+    assert not a.amax.any()
+    dw = fp4gemm.grouped_mm(a, b)
+    assert dw.shape == (1, 96, 64)
+    assert_bits(dw, torch.zeros_like(dw))

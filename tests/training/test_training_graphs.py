@@ -67,6 +67,32 @@ def test_step_of_experts(name: str, cuda: torch.device, gen: torch.Generator) ->
             assert_bits(got, want)
 
 
+@pytest.mark.parametrize("is_grouped", [False, True], ids=["dense", "experts"])
+@pytest.mark.parametrize("name", PRESETS)
+def test_step_without_tokens(name: str, is_grouped: bool, cuda: torch.device, gen: torch.Generator) -> None:
+    """Empty tensors in a graph: y and dx are empty, and a replay writes the zeros of dW."""
+    x, dy = (torch.ones(0, k, dtype=torch.bfloat16, device=cuda) for k in (64, 128))
+    shape = (4, 128, 64) if is_grouped else (128, 64)
+    weight = torch.randn(shape, generator=gen).bfloat16().to(cuda).requires_grad_()
+    x.requires_grad_()
+    offs = torch.zeros(4, dtype=torch.int32, device=cuda)
+    state = torch.zeros(2, dtype=torch.int64, device=cuda)
+
+    def step() -> tuple[Tensor, ...]:
+        if is_grouped:
+            y = functional.grouped_linear(x, weight, offs, None, name, state=state)
+        else:
+            y = functional.linear(x, weight, None, name, state=state)
+        return (y.detach(), *torch.autograd.grad(y, (x, weight), dy))
+
+    graph, (y, dx, dw) = captured(step, cuda)
+    assert (y.shape, dx.shape) == ((0, 128), (0, 64))
+    for _ in range(2):
+        dw.fill_(torch.nan)
+        graph.replay()
+        assert_bits(dw, torch.zeros_like(dw))
+
+
 @pytest.mark.parametrize("has_main_grad", [False, True], ids=["grad", "main_grad"])
 def test_step_with_optimizer(has_main_grad: bool, cuda: torch.device, gen: torch.Generator) -> None:
     """Three replays of forward, backward and the update give the weights of three steps from Python."""

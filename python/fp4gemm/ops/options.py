@@ -272,8 +272,10 @@ def axis(value: object, x: Tensor, step: int | None) -> int:
     _checks.is_int("axis", value, -1)
     if value not in (-1, 0):
         raise ValueError(f"axis: got {value}, must be -1 (blocks along k) or 0 (blocks along m)")
-    if value == 0 and step is not None:
-        _checks.is_multiple("x", "m", x.shape[-2], step)
+    m = x.shape[-2]
+    if value == 0 and step is not None and (m <= 0 or m % step):
+        of_any = "" if x.dim() > 2 else f"; offs = [{m}], one group of all rows, allows any m, also 0"
+        raise ValueError(f"x: m is {m}, must be a positive multiple of {step} with axis 0{of_any}")
     return 0 if value == 0 else -1
 
 
