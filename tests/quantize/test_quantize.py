@@ -49,6 +49,30 @@ def test_row_stride_above_k(
         assert_bits(got, want, name)
 
 
+@pytest.mark.parametrize("dtype", FLOATS, ids=short)
+def test_the_amax_and_the_encoding_apart(
+    dtype: torch.dtype, device: torch.device, gen: torch.Generator
+) -> None:
+    """The amax of torch has the bits of the measured one, and given it encodes parts as the whole."""
+    x = make("row_ranges", 32, 64, dtype, gen).to(device)
+    amaxes = {
+        ("row", -1): x.abs().amax(1).float(),
+        ("row", 0): x.abs().amax(0).float(),
+        ("tensor", -1): x.abs().amax().float().view(1),
+        ("tensor", 0): x.abs().amax().float().view(1),
+    }
+    for (scaling, axis), amax in amaxes.items():
+        want = fp4gemm.quantize(x, scaling=scaling, axis=axis)
+        assert_bits(amax, want.amax, f"{scaling} {axis}")
+        for (name, got), (_, wanted) in zip(
+            parts(fp4gemm.quantize(x, scaling=scaling, axis=axis, amax=amax)), parts(want), strict=True
+        ):
+            assert_bits(got, wanted, f"{name} {scaling} {axis}")
+    whole = fp4gemm.quantize(x, scaling="tensor")
+    halves = [fp4gemm.quantize(half, scaling="tensor", amax=whole.amax).codes for half in x.split(16)]
+    assert_bits(torch.cat(halves), whole.codes, "codes of parts")
+
+
 def test_default_is_per_row(device: torch.device, gen: torch.Generator) -> None:
     x = make("row_ranges", 9, 64, torch.float32, gen).to(device)
     assert_bits(fp4gemm.quantize(x).amax, x.abs().amax(1), "amax")
