@@ -130,7 +130,7 @@ def test_indexing(device: torch.device, gen: torch.Generator) -> None:
         t[3]
     with pytest.raises(IndexError, match=r"^e: got -4"):
         t[-4]
-    for index in (slice(1), True, "0", None, torch.tensor(0)):
+    for index in (True, "0", None, torch.tensor(0)):
         with pytest.raises(TypeError, match=r"^e: got"):
             t[index]  # type: ignore[index]
     with pytest.raises(TypeError, match=r"must be \(g, n, k\)"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -16,8 +18,11 @@ __all__ = [
     "nvfp4",
     "options",
     "prepacked",
+    "row_span",
+    "split_sizes",
     "stack",
     "stack_index",
+    "view_shape",
 ]
 
 
@@ -101,6 +106,63 @@ def stack_index(e: object, shape: tuple[int, ...]) -> None:
         raise TypeError(f"e: got {_checks.describe(e)}, must be an int")
     if not -shape[0] <= e < shape[0]:
         raise IndexError(f"e: got {e}, must be below {shape[0]}, the matrices of the stack")
+
+
+def row_span(index: slice, rows: int, offs: object) -> tuple[int, int]:
+    """The first index and the end of t[start:stop] of an operand with ``rows`` rows or matrices."""
+    no_groups("t[start:stop]", offs)
+    start, stop, step = index.indices(rows)
+    if step != 1:
+        raise ValueError(
+            f"t[start:stop:step]: step is {step}, must be 1, since the scales lie in tiles of rows"
+        )
+    return start, max(start, stop)
+
+
+def split_sizes(value: object, dim: object, rows: int, offs: object) -> list[int]:
+    """The numbers of rows of the parts of t.split(value, dim), as those of torch.split."""
+    no_groups("t.split", offs)
+    _checks.is_int("dim", dim, -3)
+    if dim != 0:
+        raise ValueError(f"dim: got {dim}, must be 0: only rows, or the matrices of a stack, have an amax")
+    if not isinstance(value, (list, tuple)):
+        _checks.is_int("split_size", value, 1)
+        size: int = value  # type: ignore[assignment]
+        return [min(size, rows - start) for start in range(0, rows, size)] or [0]
+    for i, size in enumerate(value):
+        _checks.is_int(f"split_size[{i}]", size, 0)
+    if sum(value) != rows:
+        raise ValueError(f"split_size: got {list(value)}, a sum of {sum(value)}, must be {rows} together")
+    return list(value)
+
+
+def view_shape(value: tuple[object, ...], shape: tuple[int, ...], offs: object) -> tuple[int, ...]:
+    """The shape that t.reshape(*value) gives an operand of ``shape``, (m, k) or (g, n, k)."""
+    no_groups("t.reshape", offs)
+    if len(value) == 1 and isinstance(value[0], (list, tuple)):
+        value = tuple(value[0])
+    for size in value:
+        _checks.is_int("shape", size, -1)
+    sizes: list[int] = list(value)  # type: ignore[arg-type]
+    k, rows = shape[-1], math.prod(shape[:-1])
+    if sizes.count(-1) == 1:
+        i, others = sizes.index(-1), math.prod(size for size in sizes if size != -1)
+        sizes[i] = rows * k // others if others else 0
+    if len(sizes) not in (2, 3) or sizes[-1] != k or math.prod(sizes[:-1]) != rows:
+        raise ValueError(
+            f"shape: got {tuple(value)} for an operand {tuple(shape)}, must be (m, {k}) or (g, n, {k}) with "
+            f"{rows} rows, since a block of 16 lies within a row and each row has {k} elements"
+        )
+    return tuple(sizes)
+
+
+def no_groups(what: str, offs: object) -> None:
+    """Raise ValueError for an operand with groups, whose scales are laid out by the ends of the groups."""
+    if offs is not None:
+        raise ValueError(
+            f"{what}: the operand has groups (offs), must have none, since the ends of its groups say where "
+            "its scales lie"
+        )
 
 
 def options(e4m3_max: object, hadamard_signs: object, offs: object, offs_dim: object) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -177,17 +179,91 @@ class NVFP4Tensor(Conventions, Container):
         """The container itself, as torch.Tensor.data is the same values without a gradient."""
         return self
 
-    def __getitem__(self, e: int) -> NVFP4Tensor:
-        """Matrix e (n, k) of a stack, with its amax (1,) or (n,). Shares memory where 16-byte aligned.
+    def __getitem__(self, e: int | slice) -> NVFP4Tensor:
+        """Matrix e (n, k) of a stack, or with a slice some rows of a matrix or some matrices of a stack.
+
+        A matrix has its amax, (1,) or (n,). What is 16-byte aligned shares memory. The scales of rows are
+        copied unless the rows begin and end at multiples of 128 or with the operand. Nothing synchronises.
 
         Raises:
-            TypeError: e is not an int, or this is not a stack. IndexError: e is out of range.
+            TypeError: e is neither an int nor a slice; it is an int, and this is not a stack.
+            IndexError: e is out of range. ValueError: the slice has a step, or the operand has groups.
         """
+        if isinstance(e, slice):
+            return self._between(*_fields.row_span(e, self.codes.shape[0], self.offs))
         _fields.stack_index(e, self.shape)
         codes = self.codes[e]
         if codes.numel() % _checks.ALIGN_BYTES:
             codes = codes.clone()
         return self._with(codes, self.scales[e], self.amax[e], None)
+
+    def _between(self, start: int, stop: int) -> NVFP4Tensor:
+        """The rows of a matrix, or the matrices of a stack, from start to stop - 1."""
+        codes, is_stack = self.codes[start:stop], self.codes.dim() == 3
+        if is_stack and start == stop:
+            raise ValueError(f"t[start:stop]: got {start} and {stop}, must hold at least one matrix")
+        if start * self.codes.stride(0) % _checks.ALIGN_BYTES:
+            codes = codes.clone()
+        amax = self.amax if self.amax.shape[0] == 1 and not is_stack else self.amax[start:stop]
+        if is_stack:
+            scales = self.scales[start:stop]
+        elif start % TILE_ROWS == 0 and (stop % TILE_ROWS == 0 or stop == self.codes.shape[0]):
+            scales = self.scales[start : _checks.padded_scale_shape(stop, self.shape[1])[0]]
+        else:
+            scales = swizzle_scales(self.compact_scales()[start:stop])
+        return self._with(codes, scales, amax, None)
+
+    def split(self, split_size: int | Sequence[int], dim: int = 0) -> tuple[NVFP4Tensor, ...]:
+        """Parts of so many rows of a matrix, or matrices of a stack, each as t[start:stop]; as torch.split.
+
+        Args:
+            split_size: the rows of each part, of which the last may have fewer, or a list of their numbers.
+            dim: 0.
+
+        Raises:
+            TypeError, ValueError: naming the argument; the operand has groups.
+        """
+        sizes = _fields.split_sizes(split_size, dim, self.codes.shape[0], self.offs)
+        ends = itertools.accumulate(sizes)
+        return tuple(self._between(end - size, end) for size, end in zip(sizes, ends, strict=True))
+
+    def reshape(self, *shape: int | Sequence[int]) -> NVFP4Tensor:
+        """The same rows as a matrix (m, k) or as a stack (g, n, k); as torch.Tensor.reshape.
+
+        Codes are shared. The scales are copied where the rows of a matrix of the stack are no multiple of
+        128, since each matrix pads its own. A stack with one amax for each matrix becomes a matrix with one
+        for each row. Nothing synchronises.
+
+        Args:
+            shape: (m, k) or (g, n, k), with the k of this operand; one size may be -1.
+
+        Raises:
+            TypeError, ValueError: naming the argument; the operand has groups.
+        """
+        sizes = _fields.view_shape(shape, self.shape, self.offs)
+        if sizes == tuple(self.shape):
+            return self
+        matrix = self._matrix()
+        if len(sizes) == 2:
+            return matrix
+        g, n, k = sizes
+        codes = _fields.stack("codes", matrix.codes.view(g, n, k // 2))
+        amax = matrix.amax.expand(g).contiguous() if matrix.amax.shape[0] == 1 else matrix.amax
+        if g == 1 or n % TILE_ROWS == 0:
+            scales = matrix.scales.view(g, -1, matrix.scales.shape[1])
+        else:
+            compact = matrix.compact_scales().view(torch.uint8).view(g, n, k // _checks.BLOCK)
+            scales = NVFP4Tensor._of_compact(codes, compact, amax.view(g, -1), self.e4m3_max).scales
+        return self._with(codes, scales, amax.view(g, -1), None)
+
+    def _matrix(self) -> NVFP4Tensor:
+        """A stack as one matrix (g * n, k), with a copy of its scales where they are padded."""
+        flat = self.flattened()
+        if flat is not None:
+            return flat
+        scales = swizzle_scales(self.compact_scales().view(torch.uint8).flatten(0, 1))
+        amax = self.amax.expand(self.codes.shape[:2]).contiguous().view(-1)
+        return self._with(self.codes.flatten(0, 1), scales.view(torch.float8_e4m3fn), amax, None)
 
     def flattened(self) -> NVFP4Tensor | None:
         """A stack as one matrix (g * n, k) with an amax for each row; None where its scales are padded.
