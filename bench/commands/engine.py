@@ -23,6 +23,7 @@ from ..engine import requests
 from ..engine.arms import ARMS
 from ..engine.run import (
     ROOT,
+    Gpu,
     Plan,
     Started,
     environment,
@@ -99,7 +100,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--measure", type=kind_of(positive, "seconds"), default=120, help="time limit of one arm")
     add("--out", type=Path, metavar="FILE", help="write JSON lines; arms in the file are not measured again")
     add("--fresh", action="store_true", help="discard the contents of the file and measure everything")
-    add("--device", help="cuda or cpu (a GPU if there is one)")
+    add("--device", help="cuda, cuda:1 or cpu (a GPU if there is one)")
     into = "put the tables between the marks of these files: bench engine"
     add("--readme", type=Path, nargs="+", default=[], metavar="FILE", help=into)
 
@@ -130,7 +131,7 @@ def _measured(args: argparse.Namespace) -> list[Row]:
         raise ValueError(f"--profile: the device is {device}, must be a GPU")
     names = args.model or (["llama-3.1-8b", "qwen3-30b-a3b"] if is_cuda else ["tiny-llama", "tiny-qwen"])
     began = time.monotonic()
-    plans = [_plan(args, MODELS[name], is_cuda, began + args.limit) for name in names]
+    plans = [_plan(args, MODELS[name], Gpu.of(device), began + args.limit) for name in names]
     if importlib.util.find_spec("vllm") is None:
         raise ValueError(
             "vLLM is not installed; docs/serving.md says how to install it, or to pack it for a GPU"
@@ -160,7 +161,7 @@ def _options(args: argparse.Namespace) -> str:
     return "eager code" if args.no_compile else "torch.compile"  # "and CUDA graphs" follows it in the tables
 
 
-def _plan(args: argparse.Namespace, shape: Shape, is_cuda: bool, deadline: float) -> Plan:
+def _plan(args: argparse.Namespace, shape: Shape, gpu: Gpu | None, deadline: float) -> Plan:
     is_tiny = shape.name.startswith("tiny")
     batches = args.batches or (TINY_BATCHES if is_tiny else BATCHES)
     for batch in args.profile:
@@ -178,7 +179,7 @@ def _plan(args: argparse.Namespace, shape: Shape, is_cuda: bool, deadline: float
         prefill=64 if is_tiny else 4096,
         repeats=1 if is_tiny else 2,
         folder=args.work,
-        is_cuda=is_cuda,
+        gpu=gpu,
         is_compiled=not args.no_compile,
         start_s=args.start,
         measure_s=args.measure,
@@ -297,7 +298,7 @@ def _server(plan: Plan, name: str) -> requests.Server:
     arm = ARMS[name]
     folder = plan.folder / "runs" / f"{plan.shape.name}-{name}-serve"
     cache = plan.cache(f"{name}-serve")  # two processes that compile at the same time share none
-    return requests.Server(plan.checkpoint(arm), folder, environment(arm, cache), plan.engine(arm))
+    return requests.Server(plan.checkpoint(arm), folder, environment(arm, cache, plan.gpu), plan.engine(arm))
 
 
 def _served(
@@ -310,7 +311,7 @@ def _served(
     loads = [requests.Load(sizes[0], rate, sizes[1], sizes[2], plan.shape.vocab) for rate in (RATE, 0.0)]
     shared = _shared("requests", plan, name)
     rows: list[Row] = []
-    busy, problem = silence(server, started, plan.is_cuda)
+    busy, problem = silence(server, started, plan.gpu)
     if problem is None and not server.is_ready():
         problem = f"no answer in its time: {last_lines(server.log())}"
     if problem is None:

@@ -45,16 +45,20 @@ def busy_cores(seconds: float) -> float:
     return round((used() - before) / (time.monotonic() - began), 2)
 
 
-def gpu_percent(seconds: float) -> int | None:
-    """The percentage of time in which the GPU computes; asked again until it is 0 or the seconds are over.
+def gpu_percent(gpu: str, seconds: float) -> int | None:
+    """The percentage of time in which a GPU computes; asked again until it is 0 or the seconds are over.
+
+    ``gpu`` is its name for nvidia-smi (:func:`bench.measure.machine.smi_id`).
 
     The driver averages over up to one second, so that work which has just ended still counts. None: the
     driver does not report it.
     """
     deadline = time.monotonic() + seconds
+    query = ["--query-gpu=utilization.gpu", "--format=csv,noheader,nounits", f"--id={gpu}"]
     while True:
-        command = ["nvidia-smi", "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits", "--id=0"]
-        out = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout
+        out = subprocess.run(
+            ["nvidia-smi", *query], capture_output=True, text=True, check=True, timeout=30
+        ).stdout
         if not out.strip().isdigit():
             return None
         percent = int(out)

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from ..measure.machine import smi_id
 from ..models.shapes import Shape
 from . import quiet
 from .arms import ARMS, Arm
@@ -31,6 +32,28 @@ from .checkpoints import make
 ROOT = Path(__file__).parents[2]
 SECONDS_TO_IDLE = 10.0  # of the GPU, before an arm is measured
 CAPTURED = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # batch sizes with a CUDA graph
+
+
+@dataclasses.dataclass(frozen=True)
+class Gpu:
+    """The GPU of the engines.
+
+    Args:
+        smi_id: its name for nvidia-smi.
+        visible: CUDA_VISIBLE_DEVICES of a process that uses this GPU.
+    """
+
+    smi_id: str
+    visible: str
+
+    @classmethod
+    def of(cls, device: torch.device) -> Gpu | None:
+        """The GPU that a device with an index is in this process; None: it is the CPU."""
+        if device.type == "cpu":
+            return None
+        seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+        visible = seen.split(",")[device.index].strip() if seen else str(device.index)
+        return cls(smi_id(device), visible)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,11 +70,15 @@ class Plan:
     prefill: int
     repeats: int
     folder: Path
-    is_cuda: bool
+    gpu: Gpu | None  # None: the CPU
     is_compiled: bool
     start_s: float  # time limit of the starts, which are simultaneous
     measure_s: float  # time limit of the measurement of an arm
     deadline: float = math.inf  # of time.monotonic(): no arm is measured after it
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.gpu is not None
 
     @property
     def longest(self) -> int:
@@ -154,13 +181,13 @@ def wait_until_ready(started: Sequence[Started], seconds: float) -> None:
             each.end()
 
 
-def silence(one: Started, started: Sequence[Started], is_cuda: bool) -> tuple[dict[str, float], str | None]:
+def silence(one: Started, started: Sequence[Started], gpu: Gpu | None) -> tuple[dict[str, float], str | None]:
     """(what else was busy, why ``one`` cannot be measured or None); ``one`` alone runs afterwards."""
     for each in started:
         each.hold()
     busy: dict[str, float] = {"others_cores": quiet.busy_cores(0.5)}
-    if is_cuda:
-        percent = quiet.gpu_percent(SECONDS_TO_IDLE)
+    if gpu is not None:
+        percent = quiet.gpu_percent(gpu.smi_id, SECONDS_TO_IDLE)
         if percent is not None:
             busy["others_gpu_percent"] = percent
             if percent > 0:
@@ -169,8 +196,8 @@ def silence(one: Started, started: Sequence[Started], is_cuda: bool) -> tuple[di
     return busy, None
 
 
-def environment(arm: Arm, cache: Path) -> dict[str, str]:
-    """The environment of an engine's process."""
+def environment(arm: Arm, cache: Path, gpu: Gpu | None = None) -> dict[str, str]:
+    """The environment of an engine's process. With ``gpu`` None it sees the GPUs that this process sees."""
     mine = {
         "HF_HUB_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",
@@ -180,6 +207,7 @@ def environment(arm: Arm, cache: Path) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
         **arm.environment,
+        **({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu.visible}),
     }
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
     return {**os.environ, **mine, "PYTHONPATH": path}
@@ -211,7 +239,7 @@ def start(plan: Plan, name: str) -> Started:
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "bench.engine.child", str(folder / "spec.json")],
-            env=environment(ARMS[name], plan.cache(name)),
+            env=environment(ARMS[name], plan.cache(name), plan.gpu),
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -223,7 +251,7 @@ def measured(plan: Plan, arm: Started, started: Sequence[Started]) -> tuple[list
     """(what an arm found, why that is not all or None). The others of those that have started are held."""
     if not arm.is_ready():
         return [], f"the engine did not start in its time: {last_lines(arm.log())}"
-    busy, problem = silence(arm, started, plan.is_cuda)
+    busy, problem = silence(arm, started, plan.gpu)
     if problem is not None:
         return [], problem
     seconds = max(0.0, min(plan.measure_s, plan.deadline - time.monotonic()))

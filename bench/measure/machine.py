@@ -127,10 +127,14 @@ def _gpu(where: torch.device) -> Facts:
     return facts if values is None else facts | values
 
 
+def smi_id(where: torch.device) -> str:
+    """The name of a GPU for nvidia-smi, whose numbers may differ from those of torch."""
+    return f"GPU-{torch.cuda.get_device_properties(where).uuid}"
+
+
 def _smi_command(where: torch.device, fields: dict[str, str]) -> list[str]:
-    uuid = str(torch.cuda.get_device_properties(where).uuid)
     query = ",".join(fields.values())
-    return ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits", f"--id=GPU-{uuid}"]
+    return ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits", f"--id={smi_id(where)}"]
 
 
 def _smi(where: torch.device, fields: dict[str, str]) -> Facts | None:

@@ -24,10 +24,11 @@ from bench.commands import engine as command
 from bench.engine import child, fatbin, inside, kernels, pack, requests, run
 from bench.engine.arms import ARMS
 from bench.engine.checkpoints import OUTER, decoded, make, nvfp4
-from bench.engine.run import Plan, Started, last_lines, silence
+from bench.engine.run import Gpu, Plan, Started, last_lines, silence
 from bench.models.shapes import Shape
 from bench.report import engine as report
 
+GPU = Gpu("GPU-one", "0")
 TINY = Shape("tiny-qwen", 2, 64, 2, 1, 32, 32, 64, 4, 2, qk_norm=True)
 
 
@@ -158,7 +159,7 @@ def test_the_weights_of_a_checkpoint_are_near_what_was_drawn() -> None:
 def _plan(tmp_path: Path, **more: Any) -> Plan:
     given: dict[str, Any] = {
         "shape": TINY, "num_layers": 2, "batches": (1, 16), "prompts": (1, 2), "profiled": (), "input": 128,
-        "output": 64, "prefill": 512, "repeats": 2, "folder": tmp_path, "is_cuda": True, "is_compiled": True,
+        "output": 64, "prefill": 512, "repeats": 2, "folder": tmp_path, "gpu": GPU, "is_compiled": True,
         "start_s": 1.0, "measure_s": 1.0,
     }  # fmt: skip
     return Plan(**given | more)
@@ -170,7 +171,7 @@ def test_a_plan_has_graphs_and_a_cache_for_its_batches(tmp_path: Path) -> None:
     tokens = 16 * (128 + 64 + 32) + 2048
     assert made["kv_cache_memory_bytes"] == tokens * 2 * TINY.cache_bytes(1)
     assert _plan(tmp_path, is_compiled=False).engine(ARMS["w4a8"])["compilation_config"]["mode"] == 0
-    assert _plan(tmp_path, is_cuda=False).engine(ARMS["w4a8"])["enforce_eager"]
+    assert _plan(tmp_path, gpu=None).engine(ARMS["w4a8"])["enforce_eager"]
     assert _plan(tmp_path).engine(ARMS["fp8"])["quantization"] == "fp8_per_channel"
 
 
@@ -199,9 +200,28 @@ def test_only_a_batch_that_is_measured_is_profiled() -> None:
     args = parser().parse_args(["engine", "--profile", "1,8"])
     wanted = "--profile: got 8, must be one of the batches of tiny-llama: 1, 4"
     with pytest.raises(ValueError, match=wanted):
-        command._plan(args, command.MODELS["tiny-llama"], True, 1.0)
+        command._plan(args, command.MODELS["tiny-llama"], GPU, 1.0)
     args = parser().parse_args(["engine", "--profile", "1,8", "--batches", "1,8,16"])
-    assert command._plan(args, command.MODELS["tiny-llama"], True, 1.0).profiled == [1, 8]
+    assert command._plan(args, command.MODELS["tiny-llama"], GPU, 1.0).profiled == [1, 8]
+
+
+@pytest.mark.parametrize(
+    ("seen", "index", "visible"),
+    [(None, 1, "1"), ("", 0, "0"), ("2, GPU-aa,7", 1, "GPU-aa"), ("3", 0, "3")],
+)
+def test_an_engine_sees_the_gpu_of_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seen: str | None, index: int, visible: str
+) -> None:
+    """CUDA_VISIBLE_DEVICES of its process is the entry of this process that has the index of the device."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if seen is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", seen)
+    monkeypatch.setattr(run, "smi_id", lambda device: f"GPU-{device.index}")
+    gpu = Gpu.of(torch.device("cuda", index))
+    assert gpu == Gpu(f"GPU-{index}", visible)
+    assert run.environment(ARMS["w4a8"], tmp_path, gpu)["CUDA_VISIBLE_DEVICES"] == visible
+    assert Gpu.of(torch.device("cpu")) is None
+    assert run.environment(ARMS["w4a8"], tmp_path).get("CUDA_VISIBLE_DEVICES") == seen
 
 
 def test_loads_are_equal_and_arrive_at_their_rate() -> None:
@@ -343,7 +363,7 @@ def test_one_process_runs_while_the_others_are_stopped(tmp_path: Path) -> None:
         children = {name: int((tmp_path / name).read_text()) for name in ("one", "two")}
         for running, held in (("one", "two"), ("two", "one")):
             one = next(each for each in started if each.name == running)
-            busy, problem = silence(one, started, is_cuda=False)
+            busy, problem = silence(one, started, None)
             assert problem is None
             assert busy["others_cores"] >= 0
             time.sleep(0.1)
@@ -365,13 +385,13 @@ def test_no_arm_is_measured_beside_other_work_of_the_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str, percent: int | None, problem: str | None
 ) -> None:
     tool = tmp_path / "nvidia-smi"
-    tool.write_text(f"#!/bin/sh\necho '{said}'\n")
+    tool.write_text(f"#!/bin/sh\ncase \"$*\" in *--id={GPU.smi_id}*) echo '{said}' ;; esac\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setattr(run, "SECONDS_TO_IDLE", 0.3)
     one = Started("one", _python("import time; time.sleep(60)"), tmp_path)
     try:
-        busy, found = silence(one, [one], is_cuda=True)
+        busy, found = silence(one, [one], GPU)
         assert found == problem
         assert busy.get("others_gpu_percent") == percent
     finally:
