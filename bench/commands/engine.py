@@ -22,13 +22,16 @@ import torch
 from ..engine import requests
 from ..engine.arms import ARMS
 from ..engine.run import (
+    NO_TIME,
     ROOT,
     Gpu,
     Plan,
+    Sizes,
     Started,
+    end_all,
     environment,
-    last_lines,
     measured,
+    not_started,
     silence,
     start,
     wait_until_ready,
@@ -50,6 +53,8 @@ BATCHES, PROMPTS = (1, 16, 64, 256), (1, 8)
 TINY_BATCHES, TINY_PROMPTS = (1, 4), (1, 2)
 RATE = 24.0  # requests a second
 SHORTEST = 60.0  # seconds that a model needs at least
+SIZE_OF = {"decode": "batch", "prefill": "prompts"}  # the field of a step that has its size
+Todo = list[tuple[str, Sizes | None]]  # arms, and the steps of each that are missing; None: its requests
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -94,11 +99,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--limit",
         type=kind_of(positive, "seconds"),
         default=3600,
-        help="seconds, after which no arm is measured",
+        help="seconds, after which no arm is measured; those that are missing are listed",
     )
     add("--start", type=kind_of(positive, "seconds"), default=400, help="time limit of the starts of a model")
     add("--measure", type=kind_of(positive, "seconds"), default=120, help="time limit of one arm")
-    add("--out", type=Path, metavar="FILE", help="write JSON lines; arms in the file are not measured again")
+    add("--out", type=Path, metavar="FILE", help="write JSON lines; steps in the file are not measured again")
     add("--fresh", action="store_true", help="discard the contents of the file and measure everything")
     add("--device", help="cuda, cuda:1 or cpu (a GPU if there is one)")
     into = "put the tables between the marks of these files: bench engine"
@@ -106,7 +111,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures, and prints the tables; returns 1 if an arm was refused or failed.
+    """Measures, and prints the tables; returns 1 if an arm is missing, since it was refused, failed or late.
 
     Raises:
         ValueError: options that need another, vLLM or a GPU are without it.
@@ -140,12 +145,13 @@ def _measured(args: argparse.Namespace) -> list[Row]:
     facts = machine.describe(device) | {"rounds": 0, "options": _options(args), "command": command}
     facts |= {"roofline": {}, "vllm": _version()}
     journal = Journal(args.out, facts, args.fresh)
+    known = [_in_journal(args, plan, journal) for plan in plans]
     rows: list[Row] = []
-    for plan in plans:
+    for plan, (found, todo) in zip(plans, known, strict=True):
         seconds = time.monotonic() - began
         print(f"{seconds:.0f} s: {plan.shape.name}, {plan.num_layers} layers", flush=True)
-        for row in _of_model(args, plan, journal, device):
-            rows.append(row)
+        rows += found
+        rows += _of_model(args, plan, todo, journal, device)
     return rows
 
 
@@ -171,8 +177,7 @@ def _plan(args: argparse.Namespace, shape: Shape, gpu: Gpu | None, deadline: flo
     return Plan(
         shape=shape,
         num_layers=args.layers or LAYERS[shape.name],
-        batches=batches,
-        prompts=args.prompts or (TINY_PROMPTS if is_tiny else PROMPTS),
+        sizes=Sizes(batches, args.prompts or (TINY_PROMPTS if is_tiny else PROMPTS)),
         profiled=args.profile,
         input=16 if is_tiny else 128,
         output=8 if is_tiny else 64,
@@ -187,47 +192,75 @@ def _plan(args: argparse.Namespace, shape: Shape, gpu: Gpu | None, deadline: flo
     )
 
 
-def _of_model(args: argparse.Namespace, plan: Plan, journal: Journal, device: torch.device) -> Iterator[Row]:
-    model = plan.shape.name
-    arms = args.arms or [name for name, arm in ARMS.items() if plan.is_cuda or not arm.needs_gpu]
-    todo = []  # (what, name of an arm)
-    for what, names in (("engine", [] if args.no_steps else arms), ("requests", args.requests)):
-        for name in names:
-            found = journal.found(_job(plan, what, name))
-            if found is None:
-                todo.append((what, name))
-            else:
-                yield from found
+def _of_model(
+    args: argparse.Namespace, plan: Plan, todo: Todo, journal: Journal, device: torch.device
+) -> Iterator[Row]:
     if not todo:
         return
-    if plan.deadline - time.monotonic() < SHORTEST:
-        print(f"no time is left for {model}: {', '.join(' '.join(each) for each in todo)}", flush=True)
+    if plan.left < SHORTEST:
+        for name, sizes in todo:
+            bench = "requests" if sizes is None else "engine"
+            missing = [_refusal(bench, plan, name, NO_TIME)]
+            yield from journal.add(_job(plan, bench, name), missing, kept=False)
         return
     began = time.monotonic()
-    plan.prepare([name for _, name in todo], device)
+    plan.prepare([name for name, _ in todo], device)
     print(f"    checkpoints: {time.monotonic() - began:.0f} s", flush=True)
     started: list[Started] = []
     try:
-        for what, name in todo:
-            started.append(start(plan, name) if what == "engine" else _server(plan, name))
-        wait_until_ready(started, min(plan.start_s, plan.deadline - time.monotonic()))
+        for name, sizes in todo:
+            started.append(_server(plan, name) if sizes is None else start(plan, name, sizes))
+        wait_until_ready(started, min(plan.start_s, plan.left))
         print(f"{time.monotonic() - began:6.0f} s  all have started, or not in their time", flush=True)
-        for (what, name), arm in zip(todo, started, strict=True):
+        for (name, _), arm in zip(todo, started, strict=True):
             if isinstance(arm, requests.Server):
                 made, problem = _served(plan, name, arm, started)
-            else:
-                found, problem = measured(plan, arm, started)
-                _show(name, found, problem, time.monotonic() - began)
-                _keep_kernels(args, plan, name, found)
-                made = _rows(plan, name, found, problem)
-            yield from journal.add(_job(plan, what, name), made, kept=problem is None)
+                yield from journal.add(_job(plan, "requests", name), made, kept=problem is None)
+                continue
+            seen, problem = measured(plan, arm, started)
+            _show(name, seen, problem, time.monotonic() - began)
+            _keep_kernels(args, plan, name, seen)
+            for row in _rows(plan, name, seen, problem):
+                step = (row["step"], row[SIZE_OF[row["step"]]]) if "step" in row else ()
+                yield from journal.add(_job(plan, "engine", name, *step), [row], kept=problem is None)
     finally:
-        for arm in started:
-            arm.end()
+        end_all(started)
 
 
-def _job(plan: Plan, what: str, name: str) -> str:
-    return f"{what} {plan.shape.name} {plan.num_layers} {name}"
+def _in_journal(args: argparse.Namespace, plan: Plan, journal: Journal) -> tuple[list[Row], Todo]:
+    """(the rows of a model that the file has, what it lacks).
+
+    Raises:
+        ValueError: a step that is to be profiled is in the file without a profile.
+    """
+    arms = args.arms or [name for name, arm in ARMS.items() if plan.is_cuda or not arm.needs_gpu]
+    rows: list[Row] = []
+    todo: Todo = []
+    for name in [] if args.no_steps else arms:
+        missing: dict[str, list[int]] = {kind: [] for kind in SIZE_OF}
+        for kind, size in plan.sizes.steps():
+            found = journal.found(_job(plan, "engine", name, kind, size))
+            if found is None:
+                missing[kind].append(size)
+            elif kind == "decode" and size in plan.profiled and not found[0].get("is_profiled"):
+                raise ValueError(
+                    f"--profile: {journal.path} has decode {size} of {name} without its kernels; name "
+                    "another file, or discard its results with --fresh"
+                )
+            rows += found or []
+        if any(missing.values()):
+            todo.append((name, Sizes(missing["decode"], missing["prefill"])))
+    for name in args.requests:
+        found = journal.found(_job(plan, "requests", name))
+        rows += found or []
+        if found is None:
+            todo.append((name, None))
+    return rows, todo
+
+
+def _job(plan: Plan, bench: str, name: str, *step: object) -> str:
+    """The name of what is measured at once: a step of an arm, or its requests."""
+    return " ".join(map(str, (bench, plan.shape.name, plan.num_layers, name, *step)))
 
 
 def _shared(bench: str, plan: Plan, name: str) -> dict[str, Any]:
@@ -244,6 +277,7 @@ def _shared(bench: str, plan: Plan, name: str) -> dict[str, Any]:
 def _rows(plan: Plan, name: str, found: list[dict[str, Any]], problem: str | None) -> list[Row]:
     """The rows of an arm: one for each step that was measured, and one with the reason if it is not whole."""
     shared = _shared("engine", plan, name)
+    profiled = [each["batch"] for each in found if each["kind"] == "profile"]
     facts: dict[str, Any] = {}
     gpu: dict[tuple[str, int], dict[str, Any]] = {}
     for each in found:
@@ -255,17 +289,25 @@ def _rows(plan: Plan, name: str, found: list[dict[str, Any]], problem: str | Non
             gpu[each["step"], each["size"]] = {key: us for key, us in each.items() if key.endswith("gpu_us")}
     made: list[Row] = []
     for each in found:
-        step = {"decode": "batch", "prefill": "prompts"}.get(each["kind"])
+        step = SIZE_OF.get(each["kind"])
         if step is None or "ms" not in each:
             continue
         case = f"engine {plan.shape.name} {plan.num_layers} {each['kind']} {each[step]}"
         us = {"us": round(1e3 * each["ms"], 1)}
         more = {key: value for key, value in each.items() if key not in ("kind", "ms")}
         us |= gpu.get((each["kind"], each[step]), {})
+        if step == "batch" and each[step] in profiled:
+            us |= {"is_profiled": True}  # its kernels were listed
         made.append({**shared, "case": case, "step": each["kind"], **us, **more, **facts})
     if problem is not None:
-        made.append({**shared, "case": f"engine {plan.shape.name} {plan.num_layers}", "refused": problem})
+        made.append(_refusal("engine", plan, name, problem))
     return made
+
+
+def _refusal(bench: str, plan: Plan, name: str, problem: str) -> Row:
+    """The row of an arm that is missing, or not whole."""
+    case = f"{bench} {plan.shape.name} {plan.num_layers}"
+    return {**_shared(bench, plan, name), "case": case, "refused": problem}
 
 
 def _show(name: str, found: list[dict[str, Any]], problem: str | None, seconds: float) -> None:
@@ -311,9 +353,11 @@ def _served(
     loads = [requests.Load(sizes[0], rate, sizes[1], sizes[2], plan.shape.vocab) for rate in (RATE, 0.0)]
     shared = _shared("requests", plan, name)
     rows: list[Row] = []
-    busy, problem = silence(server, started, plan.gpu)
+    busy, problem = silence(server, started, plan.gpu)  # first, since a server that is stopped never answers
     if problem is None and not server.is_ready():
-        problem = f"no answer in its time: {last_lines(server.log())}"
+        problem = not_started(server)
+    if problem is None and plan.left <= 0:
+        problem = NO_TIME
     if problem is None:
         requests.answers(server.url, loads[0].requests()[: sizes[0] // 4])  # the first calls are slow
         for load in loads:
@@ -328,5 +372,5 @@ def _served(
             print(f"          {name} {json.dumps(figures | busy)}", flush=True)
     if problem is not None:
         print(f"          {name} {problem}", flush=True)
-        rows.append({**shared, "case": f"requests {model} {plan.num_layers}", "refused": problem})
+        rows.append(_refusal("requests", plan, name, problem))
     return rows, problem

@@ -93,7 +93,8 @@ class Child:
         if self.spec["has_gpu"]:  # last, since a profile slows the host
             for batch in self.spec["batches"]:
                 self.profile_decode(batch)
-            self.profile_prefill(self.spec["prompts"][0])  # more prompts keep the GPU busy without a break
+            for count in self.spec["prompts"][:1]:  # more prompts keep the GPU busy without a break
+                self.profile_prefill(count)
         self.emit(kind="done")
 
     def verify(self) -> str | None:

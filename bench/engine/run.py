@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from .checkpoints import make
 
 ROOT = Path(__file__).parents[2]
 SECONDS_TO_IDLE = 10.0  # of the GPU, before an arm is measured
+NO_TIME = "not measured: too little of --limit was left"
 CAPTURED = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # batch sizes with a CUDA graph
 
 
@@ -57,13 +59,24 @@ class Gpu:
 
 
 @dataclasses.dataclass(frozen=True)
+class Sizes:
+    """The steps of an arm: decodes by number of requests, and prefills by number of prompts."""
+
+    batches: Sequence[int]
+    prompts: Sequence[int]
+
+    def steps(self) -> list[tuple[str, int]]:
+        """(kind, size) of each."""
+        return [("decode", batch) for batch in self.batches] + [("prefill", n) for n in self.prompts]
+
+
+@dataclasses.dataclass(frozen=True)
 class Plan:
     """What is measured of each arm of a model."""
 
     shape: Shape
     num_layers: int
-    batches: Sequence[int]
-    prompts: Sequence[int]
+    sizes: Sizes
     profiled: Sequence[int]
     input: int
     output: int
@@ -81,6 +94,11 @@ class Plan:
         return self.gpu is not None
 
     @property
+    def left(self) -> float:
+        """Seconds until the deadline."""
+        return self.deadline - time.monotonic()
+
+    @property
     def longest(self) -> int:
         """Tokens of the longest request."""
         return max(self.input + self.output, self.prefill) + 16
@@ -94,7 +112,7 @@ class Plan:
 
     def engine(self, arm: Arm) -> dict[str, Any]:
         """The arguments of vLLM except for the model."""
-        most = max(self.batches)
+        most, prompts = max(self.sizes.batches), max(self.sizes.prompts)
         given = {
             "dtype": "bfloat16",
             "max_model_len": self.longest,
@@ -105,7 +123,7 @@ class Plan:
         }
         if not self.is_cuda:
             return given | {"enforce_eager": True}
-        tokens = max(most * (self.input + self.output + 32), max(self.prompts) * (self.prefill + 32)) + 2048
+        tokens = max(most * (self.input + self.output + 32), prompts * (self.prefill + 32)) + 2048
         compilation: dict[str, Any] = {"cudagraph_capture_sizes": [n for n in CAPTURED if n <= most]}
         if not self.is_compiled:
             compilation |= {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
@@ -181,6 +199,12 @@ def wait_until_ready(started: Sequence[Started], seconds: float) -> None:
             each.end()
 
 
+def end_all(started: Sequence[Started]) -> None:
+    """End all at the same time, since the driver needs seconds for each that has memory on the GPU."""
+    with ThreadPoolExecutor(max(1, len(started))) as pool:
+        list(pool.map(lambda each: each.end(), started))
+
+
 def silence(one: Started, started: Sequence[Started], gpu: Gpu | None) -> tuple[dict[str, float], str | None]:
     """(what else was busy, why ``one`` cannot be measured or None); ``one`` alone runs afterwards."""
     for each in started:
@@ -213,7 +237,7 @@ def environment(arm: Arm, cache: Path, gpu: Gpu | None = None) -> dict[str, str]
     return {**os.environ, **mine, "PYTHONPATH": path}
 
 
-def spec_of(plan: Plan, arm: Arm, folder: Path) -> dict[str, Any]:
+def spec_of(plan: Plan, arm: Arm, sizes: Sizes, folder: Path) -> dict[str, Any]:
     """What :mod:`bench.engine.child` reads."""
     return {
         "checkpoint": str(plan.checkpoint(arm)),
@@ -221,21 +245,21 @@ def spec_of(plan: Plan, arm: Arm, folder: Path) -> dict[str, Any]:
         "vocabulary": plan.shape.vocab,
         "off_by": arm.off_by,
         "has_gpu": plan.is_cuda,
-        "batches": list(plan.batches),
-        "prompts": list(plan.prompts),
+        "batches": list(sizes.batches),
+        "prompts": list(sizes.prompts),
         "profiled": list(plan.profiled),
         **{name: getattr(plan, name) for name in ("input", "output", "prefill", "repeats")},
         **{name: str(folder / name) for name in ("ready", "go", "found")},
     }
 
 
-def start(plan: Plan, name: str) -> Started:
-    """Start the engine of an arm; it waits for the file ``go`` when it is ready."""
+def start(plan: Plan, name: str, sizes: Sizes) -> Started:
+    """Start the engine of an arm that measures ``sizes``; it waits for the file ``go`` when it is ready."""
     folder = plan.folder / "runs" / f"{plan.shape.name}-{name}"
     folder.mkdir(parents=True, exist_ok=True)
     for each in ("ready", "go", "found"):
         (folder / each).unlink(missing_ok=True)
-    (folder / "spec.json").write_text(json.dumps(spec_of(plan, ARMS[name], folder)))
+    (folder / "spec.json").write_text(json.dumps(spec_of(plan, ARMS[name], sizes, folder)))
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "bench.engine.child", str(folder / "spec.json")],
@@ -247,14 +271,21 @@ def start(plan: Plan, name: str) -> Started:
     return Started(name, process, folder)
 
 
+def not_started(arm: Started) -> str:
+    """The problem of an arm that is not ready although its time to start is over."""
+    return f"it did not start in its time: {last_lines(arm.log())}"
+
+
 def measured(plan: Plan, arm: Started, started: Sequence[Started]) -> tuple[list[dict[str, Any]], str | None]:
     """(what an arm found, why that is not all or None). The others of those that have started are held."""
     if not arm.is_ready():
-        return [], f"the engine did not start in its time: {last_lines(arm.log())}"
+        return [], not_started(arm)
+    if plan.left <= 0:
+        return [], NO_TIME
     busy, problem = silence(arm, started, plan.gpu)
     if problem is not None:
         return [], problem
-    seconds = max(0.0, min(plan.measure_s, plan.deadline - time.monotonic()))
+    seconds = max(0.0, min(plan.measure_s, plan.left))
     (arm.folder / "go").touch()
     deadline = time.monotonic() + seconds
     while not (is_over := any(each["kind"] in ("done", "refused") for each in arm.found())):
@@ -269,8 +300,12 @@ def measured(plan: Plan, arm: Started, started: Sequence[Started]) -> tuple[list
             if code is None
             else f"the engine ended with {code}: {last_lines(arm.log())}"
         )
-    refused = next((str(each["reason"]) for each in found if each["kind"] == "refused"), None)
-    return [{"kind": "busy", **busy}, *found], refused or problem
+    for each in found:
+        if each["kind"] == "refused":
+            problem = each["reason"]
+        if each["kind"] == "decode" and "error" in each:
+            problem = f"decode {each['batch']}: {each['error']}"
+    return [{"kind": "busy", **busy}, *found], problem
 
 
 def last_lines(log: str) -> str:

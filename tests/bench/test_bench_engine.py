@@ -24,9 +24,10 @@ from bench.commands import engine as command
 from bench.engine import child, fatbin, inside, kernels, pack, requests, run
 from bench.engine.arms import ARMS
 from bench.engine.checkpoints import OUTER, decoded, make, nvfp4
-from bench.engine.run import Gpu, Plan, Started, last_lines, silence
+from bench.engine.run import NO_TIME, Gpu, Plan, Sizes, Started, last_lines, silence
 from bench.models.shapes import Shape
 from bench.report import engine as report
+from bench.report.results import Journal
 
 GPU = Gpu("GPU-one", "0")
 TINY = Shape("tiny-qwen", 2, 64, 2, 1, 32, 32, 64, 4, 2, qk_norm=True)
@@ -158,7 +159,7 @@ def test_the_weights_of_a_checkpoint_are_near_what_was_drawn() -> None:
 
 def _plan(tmp_path: Path, **more: Any) -> Plan:
     given: dict[str, Any] = {
-        "shape": TINY, "num_layers": 2, "batches": (1, 16), "prompts": (1, 2), "profiled": (), "input": 128,
+        "shape": TINY, "num_layers": 2, "sizes": Sizes((1, 16), (1, 2)), "profiled": (), "input": 128,
         "output": 64, "prefill": 512, "repeats": 2, "folder": tmp_path, "gpu": GPU, "is_compiled": True,
         "start_s": 1.0, "measure_s": 1.0,
     }  # fmt: skip
@@ -222,6 +223,139 @@ def test_an_engine_sees_the_gpu_of_the_device(
     assert run.environment(ARMS["w4a8"], tmp_path, gpu)["CUDA_VISIBLE_DEVICES"] == visible
     assert Gpu.of(torch.device("cpu")) is None
     assert run.environment(ARMS["w4a8"], tmp_path).get("CUDA_VISIBLE_DEVICES") == seen
+
+
+ENGINE = """
+import json, sys, time
+from pathlib import Path
+spec = json.loads(Path(sys.argv[1]).read_text())
+Path(spec["ready"]).touch()
+while not Path(spec["go"]).exists():
+    time.sleep(0.01)
+found = [{"kind": "decode", "batch": b, "input": 16, "output": 8, "ms": b} for b in spec["batches"]]
+found += [{"kind": "prefill", "prompts": p, "input": 64, "ms": p} for p in spec["prompts"]]
+found.append({"kind": "done"})
+Path(spec["found"]).write_text("".join(json.dumps(each) + "\\n" for each in found))
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def engines(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Sizes]]:
+    """The arms that bench starts, with what they are to measure; in place of vLLM a program answers."""
+    started: list[tuple[str, Sizes]] = []
+
+    def start(plan: Plan, name: str, sizes: Sizes) -> Started:
+        started.append((name, sizes))
+        folder = plan.folder / name
+        folder.mkdir(parents=True, exist_ok=True)
+        for each in ("ready", "go", "found"):
+            (folder / each).unlink(missing_ok=True)
+        (folder / "log").touch()
+        (folder / "spec.json").write_text(json.dumps(run.spec_of(plan, ARMS[name], sizes, folder)))
+        return Started(name, _python(ENGINE, str(folder / "spec.json")), folder)
+
+    monkeypatch.setattr(command, "start", start)
+    monkeypatch.setattr(command, "_version", lambda: "0")
+    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(Plan, "prepare", lambda plan, arms, device: None)
+    return started
+
+
+def _main(tmp_path: Path, *options: str) -> int:
+    shared = ["--device", "cpu", "--model", "tiny-llama", "--work", str(tmp_path / "work")]
+    return main(["engine", *shared, "--out", str(tmp_path / "rows"), *options])
+
+
+def _rows(tmp_path: Path) -> list[tuple[str, str, int]]:
+    rows = map(json.loads, (tmp_path / "rows").read_text().splitlines())
+    return [(row["contender"], row["step"], row.get("batch") or row["prompts"]) for row in rows]
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
+def test_only_the_steps_that_the_file_lacks_are_measured(
+    tmp_path: Path, engines: list[tuple[str, Sizes]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _main(tmp_path, "--arms", "w4a8", "--batches", "1", "--prompts", "2") == 0
+    assert engines == [("w4a8", Sizes([1], [2]))]
+    assert _rows(tmp_path) == [("fp4gemm W4A8", "decode", 1), ("fp4gemm W4A8", "prefill", 2)]
+    engines.clear()
+    capsys.readouterr()
+    assert _main(tmp_path, "--arms", "w4a8,bf16", "--batches", "1,4", "--prompts", "2") == 0
+    assert engines == [("w4a8", Sizes([4], [])), ("bf16", Sizes([1, 4], [2]))]
+    table = capsys.readouterr().out
+    assert "| fp4gemm W4A8 | 1.00 (1.00) | 4.00 (1.00) | 2.00 (1.00) |" in table
+    assert sorted(_rows(tmp_path)) == sorted(
+        (name, *step)
+        for name in ("vLLM bf16", "fp4gemm W4A8")
+        for step in (("decode", 1), ("decode", 4), ("prefill", 2))
+    )
+    engines.clear()
+    assert _main(tmp_path, "--arms", "w4a8", "--batches", "4", "--prompts", "2") == 0
+    assert engines == []
+    table = capsys.readouterr().out
+    assert "| arm | decode 4 | prefill 2 |" in table
+
+
+def test_a_step_of_the_file_that_has_no_profile_is_not_taken_for_one_that_has(tmp_path: Path) -> None:
+    plan = _plan(tmp_path, profiled=(16,), sizes=Sizes((1, 16), (1,)))
+    journal = Journal(tmp_path / "rows", {"device": "x"})
+    args = parser().parse_args(["engine", "--arms", "w4a8"])
+    steps = [{"kind": "decode", "batch": b, "input": 8, "ms": 1.0} for b in (1, 16)]
+    rows = command._rows(plan, "w4a8", [*steps, {"kind": "profile", "batch": 16, "kernels": []}], None)
+    for row in rows:
+        journal.add(command._job(plan, "engine", "w4a8", "decode", row["batch"]), [row])
+    found, todo = command._in_journal(args, plan, journal)
+    assert [row["batch"] for row in found] == [1, 16]
+    assert todo == [("w4a8", Sizes([], [1]))]
+    other = _plan(tmp_path, profiled=(1,), sizes=plan.sizes)
+    wanted = "--profile: .*rows has decode 1 of w4a8 without its kernels; name another file"
+    with pytest.raises(ValueError, match=wanted):
+        command._in_journal(args, other, journal)
+
+
+def test_arms_for_which_no_time_is_left_are_named(
+    tmp_path: Path, engines: list[tuple[str, Sizes]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The exit code is 1, and nothing is written for them, so that the next run measures them."""
+    assert command.SHORTEST > 30
+    options = ["--arms", "w4a8", "--requests", "bf16", "--limit", "30"]
+    assert _main(tmp_path, *options) == 1
+    assert engines == []
+    assert _rows(tmp_path) == []
+    printed = capsys.readouterr().out
+    assert f"engine tiny-llama 2, fp4gemm W4A8: {NO_TIME}" in printed
+    assert f"requests tiny-llama 2, vLLM bf16: {NO_TIME}" in printed
+
+
+def test_an_arm_is_not_begun_after_the_deadline(tmp_path: Path) -> None:
+    (tmp_path / "ready").touch()
+    one = Started("one", _python("import time; time.sleep(60)"), tmp_path)
+    try:
+        assert run.measured(_plan(tmp_path, gpu=None, deadline=0.0), one, [one]) == ([], NO_TIME)
+        assert not (tmp_path / "go").exists()
+    finally:
+        run.end_all([one])
+    assert one.process.poll() is not None
+
+
+def test_a_step_without_times_makes_an_arm_incomplete(tmp_path: Path) -> None:
+    """Otherwise the row would be missing, and the exit code 0."""
+    lines = [{"kind": "decode", "batch": 4, "error": "in no step had all requests a token"}, {"kind": "done"}]
+    code = (
+        f"import time; from pathlib import Path; here = Path({str(tmp_path)!r})\n"
+        "while not (here / 'go').exists(): time.sleep(0.01)\n"
+        f"(here / 'found').write_text({''.join(json.dumps(each) + chr(10) for each in lines)!r})\n"
+        "time.sleep(60)"
+    )
+    (tmp_path / "ready").touch()
+    one = Started("one", _python(code), tmp_path)
+    try:
+        found, problem = run.measured(_plan(tmp_path, gpu=None, measure_s=30.0), one, [one])
+    finally:
+        run.end_all([one])
+    assert [each["kind"] for each in found] == ["busy", "decode", "done"]
+    assert problem == "decode 4: in no step had all requests a token"
 
 
 def test_loads_are_equal_and_arrive_at_their_rate() -> None:
@@ -328,14 +462,14 @@ def test_an_arm_says_how_long_the_gpu_is_busy(tmp_path: Path) -> None:
     assert [name for name, _, _ in found[2]["kernels"]][:3] == ["first(int)", "gemm", "gemm"]
     assert found[3] == {"kind": "gpu", "step": "prefill", "size": 1, "gpu_us": 27.0 * child.NUM_PROFILED}
     assert found[4] == {**shared, "size": 16, "error": "the profile has no whole steps"}
-    plan = _plan(tmp_path, batches=(1, 16))
+    plan = _plan(tmp_path)
     steps = [{"kind": "decode", "batch": 1, "input": 16, "ms": 0.5}, {"kind": "busy", "others_cores": 1.0}]
     row = command._rows(plan, "w4a8", [*steps, *found], None)[0]
     assert (row["us"], row["gpu_us"], row["others_cores"]) == (500.0, 27.0, 1.0)
 
 
-def _python(code: str) -> subprocess.Popen[bytes]:
-    return subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+def _python(code: str, *arguments: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-c", code, *arguments], start_new_session=True)
 
 
 def _state(pid: int) -> str:
