@@ -134,6 +134,11 @@ def _measured(args: argparse.Namespace) -> list[Row]:
     is_cuda = device.type == "cuda"
     if args.profile and not is_cuda:
         raise ValueError(f"--profile: the device is {device}, must be a GPU")
+    for option, wanted in (("--arms", args.arms or []), ("--requests", args.requests)):
+        for name in wanted:
+            if ARMS[name].needs_gpu and not is_cuda:
+                others = ", ".join(name for name, arm in ARMS.items() if not arm.needs_gpu)
+                raise ValueError(f"{option}: {name} needs a GPU, the device is {device}; it has {others}")
     names = args.model or (["llama-3.1-8b", "qwen3-30b-a3b"] if is_cuda else ["tiny-llama", "tiny-qwen"])
     began = time.monotonic()
     plans = [_plan(args, MODELS[name], Gpu.of(device), began + args.limit) for name in names]

@@ -186,6 +186,11 @@ def test_a_plan_has_graphs_and_a_cache_for_its_batches(tmp_path: Path) -> None:
         ),
         (["--profiles", "kernels.gz"], "--profiles: no kernels are listed without --profile"),
         (["--profile", "1"], "--profile: the device is cpu, must be a GPU"),
+        (
+            ["--arms", "w4a8,fp8"],
+            "--arms: fp8 needs a GPU, the device is cpu; it has bf16, w4a16, w4a8, w4a4",
+        ),
+        (["--requests", "marlin"], "--requests: marlin needs a GPU, the device is cpu; it has bf16, w4a16"),
     ],
 )
 def test_an_option_that_would_be_ignored_is_refused(
