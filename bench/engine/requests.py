@@ -26,7 +26,7 @@ class Answer:
     """What became of a request.
 
     Args:
-        status: of HTTP; 0: the client ended the connection.
+        status: of HTTP; 0: the connection ended before the answer.
         text: of the answer, or of the error.
         times: seconds since the request was sent, of each piece of text that came.
     """
@@ -146,7 +146,16 @@ async def complete(session: Any, url: str, what: Any, after: float = 0.0, abort_
         what: the body: a dict, or a string that is sent as it is.
         abort_after: after this many pieces the client ends the connection; 0: never.
     """
+    import aiohttp  # type: ignore[import-not-found,unused-ignore]
+
     await asyncio.sleep(after)
+    try:
+        return await _answer(session, url, what, abort_after)
+    except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
+        return Answer(0, f"{type(error).__name__}: {error}", [], 0)
+
+
+async def _answer(session: Any, url: str, what: Any, abort_after: int) -> Answer:
     text, tokens = "", 0
     times: list[float] = []
     began = time.perf_counter()

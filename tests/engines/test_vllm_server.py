@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import socketserver
+import threading
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -141,6 +143,26 @@ def test_weights_change_while_requests_run(server: requests.Server, folders: tup
         texts.append(_ask(server, requests.body(PROMPT, TOKENS))[0].text)
     assert texts[0] == texts[2] != first
     assert texts[1] == first
+
+
+@pytest.mark.parametrize("said", [b"", b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n"])
+def test_a_connection_that_breaks_is_a_lost_request(said: bytes) -> None:
+    """Of a server that ends it before the answer, or within, and of one that is not there."""
+
+    class Breaks(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            self.request.recv(65536)
+            self.request.sendall(said)
+
+    load = requests.Load(count=3, rate=0.0, input=8, output=4, vocabulary=SHAPE.vocab)
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Breaks) as broken:
+        threading.Thread(target=broken.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{broken.server_address[1]}"
+        with pytest.raises(RuntimeError, match="3 of 3 requests were not answered in full: 0, 0 tokens: "):
+            requests.measured(url, load)
+        broken.shutdown()
+    with pytest.raises(RuntimeError, match=r"3 of 3 requests .*Cannot connect"):
+        requests.measured(url, load)
 
 
 def test_the_server_is_alive_and_its_engine_logged_no_error(server: requests.Server) -> None:
