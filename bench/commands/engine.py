@@ -284,14 +284,18 @@ def _rows(plan: Plan, name: str, found: list[dict[str, Any]], problem: str | Non
     shared = _shared("engine", plan, name)
     profiled = [each["batch"] for each in found if each["kind"] == "profile"]
     facts: dict[str, Any] = {}
-    gpu: dict[tuple[str, int], dict[str, Any]] = {}
+    parts: dict[tuple[str, int], dict[str, Any]] = {}  # of the time of a step: the GPU's and the host's
     for each in found:
         if each["kind"] in ("memory", "busy"):
             facts |= {key: value for key, value in each.items() if key != "kind"}
         if each["kind"] == "verified":
             facts |= {"methods": each["methods"], "off_by": each["off_by"], "start_s": each["start_s"]}
         if each["kind"] == "gpu":
-            gpu[each["step"], each["size"]] = {key: us for key, us in each.items() if key.endswith("gpu_us")}
+            gpu = {key: us for key, us in each.items() if key.endswith("gpu_us")}
+            parts.setdefault((each["step"], each["size"]), {}).update(gpu)
+        if each["kind"] == "host" and "us" in each:
+            host = {"host_us": each["us"]["host"], "host_parts_us": each["us"]}
+            parts.setdefault(("decode", each["batch"]), {}).update(host)
     made: list[Row] = []
     for each in found:
         step = SIZE_OF.get(each["kind"])
@@ -300,7 +304,7 @@ def _rows(plan: Plan, name: str, found: list[dict[str, Any]], problem: str | Non
         case = f"engine {plan.shape.name} {plan.num_layers} {each['kind']} {each[step]}"
         us = {"us": round(1e3 * each["ms"], 1)}
         more = {key: value for key, value in each.items() if key not in ("kind", "ms")}
-        us |= gpu.get((each["kind"], each[step]), {})
+        us |= parts.get((each["kind"], each[step]), {})
         if step == "batch" and each[step] in profiled:
             us |= {"is_profiled": True}  # its kernels were listed
         made.append({**shared, "case": case, "step": each["kind"], **us, **more, **facts})
@@ -324,7 +328,7 @@ def _show(name: str, found: list[dict[str, Any]], problem: str | None, seconds: 
                 key.removeprefix("model.layers.0."): round(value, 4) for key, value in each["off_by"].items()
             }
             print(f"          off by {json.dumps(off)}; tokens {[tokens[0] for tokens in each['tokens']]}")
-        elif each["kind"] in ("busy", "decode", "prefill", "memory", "gpu"):
+        elif each["kind"] in ("busy", "decode", "prefill", "memory", "gpu", "host"):
             print(f"          {json.dumps(each)}", flush=True)
 
 

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from . import inside
+from . import host, inside
 from .kernels import own_us, steps_of
 
 SECONDS_OF_WAIT = 900.0
@@ -26,24 +26,29 @@ NUM_PROFILED = 10  # steps of a profile, from the prompts to the last token
 
 
 class Steps:
-    """Records when the engine returned the outputs of each step, and of how many requests they were."""
+    """Records when the outputs of each step were asked for and returned, and the number of its requests."""
 
     def __init__(self, llm: Any) -> None:
-        self.seen: list[tuple[float, int]] = []
+        self.seen: list[tuple[float, float, int]] = []
         core = llm.llm_engine.engine_core
         original = core.get_output
 
         def get_output() -> Any:
+            asked = time.perf_counter()
             out = original()
-            self.seen.append((time.perf_counter(), len(out.outputs)))
+            self.seen.append((asked, time.perf_counter(), len(out.outputs)))
             return out
 
         core.get_output = get_output
 
     def gaps(self, batch: int) -> list[float]:
         """Seconds between the steps of decode in which every request got a token."""
-        times = [when for when, count in self.seen if count == batch][2:]
+        times = [when for _, when, count in self.seen if count == batch][2:]
         return [b - a for a, b in itertools.pairwise(times)]
+
+    def calls(self, batch: int) -> list[tuple[float, float]]:
+        """When the outputs of these steps were asked for, and when they were returned."""
+        return [(asked, when) for asked, when, count in self.seen if count == batch]
 
 
 class Child:
@@ -90,6 +95,8 @@ class Child:
         for count in self.spec["prompts"]:
             self.prefill(count)
         self.emit(kind="memory", **self.llm.collective_rpc(inside.memory)[0])
+        for batch in self.spec["batches"]:
+            self.host(batch)
         if self.spec["has_gpu"]:  # last, since a profile slows the host
             for batch in self.spec["batches"]:
                 self.profile_decode(batch)
@@ -165,6 +172,23 @@ class Child:
             every_ms=[round(1e3 * s, 3) for s in seconds],
             tokens_per_s=round(count * length / best),
         )
+
+    def host(self, batch: int) -> None:
+        """How long the host needs for the parts of a step of decode."""
+        given = self.prompts(batch, self.spec["input"], "decode")
+        self.generated(given, 2)
+        error = self.llm.collective_rpc(inside.start_clock)[0]
+        if error is not None:
+            self.emit(kind="host", batch=batch, error=error)
+            return
+        self.steps.seen.clear()
+        self.generated(given, self.spec["output"])
+        spans = self.llm.collective_rpc(inside.stop_clock)[0]
+        us = host.parts_us(spans)
+        if not us:
+            self.emit(kind="host", batch=batch, error="there were too few steps")
+            return
+        self.emit(kind="host", batch=batch, us=us | host.client_us(self.steps.calls(batch)))
 
     def profile_decode(self, batch: int) -> None:
         """How long the GPU is busy in a step of decode, and the kernels of one step as they start."""

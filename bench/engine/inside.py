@@ -1,8 +1,10 @@
-"""What runs in the engine's worker, sent there by ``LLM.collective_rpc``: checks, memory, a profile."""
+"""What runs in the engine's worker, sent there by ``LLM.collective_rpc``: checks, memory, profiles."""
 
 from __future__ import annotations
 
 import json
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,16 @@ from .checkpoints import decoded
 
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 ROWS = 24  # of the inputs of a check
+# Calls of which a step of the engine's core consists, in its thread: (attribute of the core, method).
+PARTS = {
+    "schedule": ("scheduler", "schedule"),
+    "execute": ("model_executor", "execute_model"),  # prepares the inputs and launches the model
+    "sample": ("model_executor", "sample_tokens"),
+    "update": ("scheduler", "update_from_output"),
+}
+Span = tuple[float, float]  # of time.perf_counter()
 _PROFILERS: list[Any] = []
+_CLOCKS: list[Clock] = []
 
 
 def methods(worker: Any) -> dict[str, int]:
@@ -148,3 +159,56 @@ def stop_profile(worker: Any) -> list[tuple[str, float, float]]:
         if event.device_type == torch._C._autograd.DeviceType.CUDA
     ]
     return sorted(kernels, key=lambda kernel: kernel[1])
+
+
+class Clock:
+    """Records when the calls of PARTS, and the whole "step", begin and end in an engine's core."""
+
+    def __init__(self, core: Any) -> None:
+        self.spans: dict[str, list[Span]] = {name: [] for name in (*PARTS, "step")}
+        self._before: list[tuple[Any, str, Any]] = []
+        for name, (owner, method) in PARTS.items():
+            self._time(getattr(core, owner), method, self.spans[name])
+        self._time(core, "step_fn", self.spans["step"])
+
+    def _time(self, owner: Any, method: str, spans: list[Span]) -> None:
+        call = getattr(owner, method)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                spans.append((began, time.perf_counter()))
+
+        self._before.append((owner, method, vars(owner).get(method)))
+        setattr(owner, method, timed)
+
+    def stop(self) -> dict[str, list[Span]]:
+        """Undo the changes of the core, and return what was recorded."""
+        for owner, method, before in self._before:
+            if before is None:
+                delattr(owner, method)
+            else:
+                setattr(owner, method, before)
+        return self.spans
+
+
+def start_clock(worker: Any) -> str | None:
+    """Begin to record the parts of steps; why that cannot be done, or None.
+
+    The engine's core calls the worker in its own thread, so that it is one of the callers of this function.
+    """
+    frame = sys._getframe()
+    while (caller := frame.f_back) is not None:
+        frame = caller
+        core = frame.f_locals.get("self")
+        if hasattr(core, "step_fn") and all(hasattr(core, owner) for owner, _ in PARTS.values()):
+            _CLOCKS.append(Clock(core))
+            return None
+    return "no caller of the worker is vLLM's EngineCore"
+
+
+def stop_clock(worker: Any) -> dict[str, list[Span]]:
+    """What was recorded since :func:`start_clock`."""
+    return _CLOCKS.pop().stop()

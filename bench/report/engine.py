@@ -13,6 +13,11 @@ from .results import Row
 from .tables import table_lines
 
 SHOWN = 26  # kernels of a step
+PARTS = {
+    "gpu_us": "Milliseconds of these steps in which a kernel or a copy runs on the GPU, by the profiler:",
+    "host_us": "Milliseconds for which the process of vLLM's engine works on the host in a step of decode, "
+    "without its wait for the tokens. A step cannot be shorter than this:",
+}
 
 
 def lines(rows: Sequence[Row]) -> list[str]:
@@ -21,7 +26,7 @@ def lines(rows: Sequence[Row]) -> list[str]:
     models = dict.fromkeys((row["model"], row["layers"]) for row in rows if "us" in row)
     for model, layers in models:
         mine = [row for row in rows if (row["model"], row["layers"]) == (model, layers) and "us" in row]
-        for table in (*(_steps(mine, key) for key in ("us", "gpu_us")), _requests(mine)):
+        for table in (*(_steps(mine, key) for key in ("us", "gpu_us", "host_us")), _requests(mine)):
             if table:
                 what = textwrap.fill(f"{model}, {layers} layers. {table[0]}", WIDTH)
                 made += ["", what, "", *table[1:]]
@@ -61,7 +66,7 @@ def text(rows: Sequence[Row]) -> str:
 
 
 def _steps(rows: Sequence[Row], key: str) -> list[str]:
-    """The table of one time: "us", of a step as a user sees it, or "gpu_us", in which the GPU is busy."""
+    """The table of one time: "us", of a step as a user sees it, or one of PARTS."""
     steps = [row for row in rows if row["bench"] == "engine" and key in row]
     if not steps:
         return []
@@ -83,8 +88,7 @@ def _steps(rows: Sequence[Row], key: str) -> list[str]:
         body.append((name, *texts, *memory))
     headings = ("arm", *(f"{step} {size}" for step, size in columns), *(("GiB",) if is_whole else ()))
     if not is_whole:
-        what = "Milliseconds of these steps in which a kernel or a copy runs on the GPU, by the profiler:"
-        return [what, *table_lines(headings, body)]
+        return [PARTS[key], *table_lines(headings, body)]
     lengths = {row["step"]: row["input"] for row in steps}
     what = "Milliseconds (and times as fast as the best of vLLM's own)"
     if "decode" in lengths:
@@ -95,7 +99,7 @@ def _steps(rows: Sequence[Row], key: str) -> list[str]:
 
 
 def _cell(row: Row, key: str, best: float) -> str:
-    is_compared = row["role"] == "ours" and best < math.inf
+    is_compared = row["role"] == "ours" and best < math.inf and key != "host_us"
     return f"{row[key] / 1e3:.2f}" + (f" ({best / row[key]:.2f})" if is_compared else "")
 
 

@@ -21,7 +21,7 @@ import torch
 pytest.importorskip("rich", reason="rich is not installed")
 from bench.__main__ import main, parser
 from bench.commands import engine as command
-from bench.engine import child, fatbin, inside, kernels, pack, requests, run
+from bench.engine import child, fatbin, host, inside, kernels, pack, requests, run
 from bench.engine.arms import ARMS
 from bench.engine.checkpoints import OUTER, decoded, make, nvfp4
 from bench.engine.run import NO_TIME, Gpu, Plan, Sizes, Started, last_lines, silence
@@ -471,6 +471,85 @@ def test_an_arm_says_how_long_the_gpu_is_busy(tmp_path: Path) -> None:
     steps = [{"kind": "decode", "batch": 1, "input": 16, "ms": 0.5}, {"kind": "busy", "others_cores": 1.0}]
     row = command._rows(plan, "w4a8", [*steps, *found], None)[0]
     assert (row["us"], row["gpu_us"], row["others_cores"]) == (500.0, 27.0, 1.0)
+
+
+class _Core:
+    """A core of an engine whose calls take known times, and which calls its worker as vLLM's does."""
+
+    def __init__(self, now: list[float]) -> None:
+        self.now = now
+        self.scheduler = self.model_executor = self
+        self.step_fn = self.step
+
+    def _take(self, seconds: float) -> None:
+        self.now[0] += seconds
+
+    def schedule(self) -> None:
+        self._take(1.0)
+
+    def execute_model(self) -> str:
+        self._take(2.0)
+        return "launched"
+
+    def sample_tokens(self) -> None:
+        self._take(3.0)
+
+    def update_from_output(self) -> None:
+        self._take(5.0)
+
+    def step(self) -> None:
+        self.scheduler.schedule()
+        assert self.model_executor.execute_model() == "launched"
+        self.model_executor.sample_tokens()
+        self._take(30.0)  # the wait
+        self.scheduler.update_from_output()
+
+    def collective_rpc(self, method: Any) -> Any:
+        return method("worker")
+
+
+def test_the_parts_of_a_step_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The calls of the core are timed while the clock runs, and not afterwards."""
+    now = [0.0]
+    monkeypatch.setattr(inside.time, "perf_counter", lambda: now[0])
+    core = _Core(now)
+    before = dict(vars(core))
+    assert inside.start_clock("worker") == "no caller of the worker is vLLM's EngineCore"
+    assert core.collective_rpc(inside.start_clock) is None
+    for step in range(10):
+        core.step_fn()
+        now[0] += 0.5 if step != 4 else 100.0  # the median does not see it
+    spans = core.collective_rpc(inside.stop_clock)
+    assert vars(core) == before
+    core.step_fn()
+    assert [len(each) for each in spans.values()] == [10] * 5
+    us = {name: value / 1e6 for name, value in host.parts_us(spans).items()}
+    calls = {"schedule": 1.0, "execute": 2.0, "sample": 3.0, "update": 5.0}
+    assert us == {**calls, "wait": 30.0, "between": 0.5, "host": 11.5, "whole": 41.5}
+    assert host.parts_us({name: each[:6] for name, each in spans.items()}) == {}
+
+
+def test_the_time_of_the_client() -> None:
+    calls = [(10.0 * i, 10.0 * i + 3.0) for i in range(9)]
+    assert host.client_us(calls) == {"client": 7e6, "client_wait": 3e6}
+    assert host.client_us(calls[:6]) == {}
+
+
+def test_a_row_has_the_time_of_the_host(tmp_path: Path) -> None:
+    us = {"host": 900.0, "wait": 50.0}
+    found = [
+        {"kind": "decode", "batch": 1, "input": 16, "ms": 1.0},
+        {"kind": "decode", "batch": 4, "input": 16, "ms": 1.0},
+        {"kind": "host", "batch": 1, "us": us},
+        {"kind": "host", "batch": 4, "error": "there were too few steps"},
+    ]
+    rows = command._rows(_plan(tmp_path), "w4a8", found, None)
+    assert (rows[0]["host_us"], rows[0]["host_parts_us"]) == (900.0, us)
+    assert "host_us" not in rows[1]
+    text = report.text(rows)
+    assert "for which the process of vLLM's engine works on the host" in text
+    assert "| arm | decode 1 |" in text
+    assert "| fp4gemm W4A8 | 0.90 |" in text
 
 
 def _python(code: str, *arguments: str) -> subprocess.Popen[bytes]:
