@@ -8,12 +8,13 @@ layer must be the float32 product with the checkpoint's weights, but for what th
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import gzip
 import importlib.metadata
 import importlib.util
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,9 @@ MODELS: dict[str, Shape] = {
 }
 BATCHES, PROMPTS = (1, 16, 64, 256), (1, 8)
 TINY_BATCHES, TINY_PROMPTS = (1, 4), (1, 2)
-RATE = 24.0  # requests a second
+RATES = (24.0, 64.0)  # requests a second
+ARRIVALS_S = 6.0  # seconds in which they arrive
+AT_ONCE = 128  # requests
 SHORTEST = 60.0  # seconds that a model needs at least
 SIZE_OF = {"decode": "batch", "prefill": "prompts"}  # the field of a step that has its size
 Todo = list[tuple[str, Sizes | None]]  # arms, and the steps of each that are missing; None: its requests
@@ -352,14 +355,26 @@ def _server(plan: Plan, name: str) -> requests.Server:
     return requests.Server(plan.checkpoint(arm), folder, environment(arm, cache, plan.gpu), plan.engine(arm))
 
 
+def _loads(plan: Plan) -> list[requests.Load]:
+    """Arrivals at each rate, and requests at once."""
+    is_tiny = plan.shape.name.startswith("tiny")
+    sizes = (16, 8) if is_tiny else (plan.input * 2, plan.output)
+    counts = [(8, RATES[0])] if is_tiny else [(round(rate * ARRIVALS_S), rate) for rate in RATES]
+    counts.append((8 if is_tiny else AT_ONCE, 0.0))
+    return [requests.Load(count, rate, *sizes, plan.shape.vocab) for count, rate in counts]
+
+
+def _first_calls(loads: Sequence[requests.Load]) -> requests.Load:
+    """What a server answers before it is measured: its first calls are slow. No load has these prompts."""
+    return dataclasses.replace(loads[-1], count=loads[-1].count // 4)
+
+
 def _served(
     plan: Plan, name: str, server: requests.Server, started: list[Started]
 ) -> tuple[list[Row], str | None]:
     """The rows of a server, one for each load, and why they are not all or None."""
     model = plan.shape.name
-    is_tiny = model.startswith("tiny")
-    sizes = (8, 16, 8) if is_tiny else (128, plan.input * 2, plan.output)
-    loads = [requests.Load(sizes[0], rate, sizes[1], sizes[2], plan.shape.vocab) for rate in (RATE, 0.0)]
+    loads = _loads(plan)
     shared = _shared("requests", plan, name)
     rows: list[Row] = []
     busy, problem = silence(server, started, plan.gpu)  # first, since a server that is stopped never answers
@@ -368,7 +383,7 @@ def _served(
     if problem is None and plan.left <= 0:
         problem = NO_TIME
     if problem is None:
-        requests.answers(server.url, loads[0].requests()[: sizes[0] // 4])  # the first calls are slow
+        requests.answers(server.url, _first_calls(loads).requests())
         for load in loads:
             what = f"{load.rate:g} a second" if load.rate else "at once"
             case = f"requests {model} {plan.num_layers} {load.count} {what}"

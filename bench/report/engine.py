@@ -110,21 +110,21 @@ def _requests(rows: Sequence[Row]) -> list[str]:
     body = [
         (
             row["contender"],
-            f"{row['rate']:g} a second" if row["rate"] else "at once",
+            f"{row['requests']}, {row['rate']:g} a second" if row["rate"] else f"{row['requests']} at once",
             f"{row['tokens_per_s']:.0f}",
             f"{row['ttft_ms']:.1f}",
             f"{row['ttft_p99_ms']:.1f}",
             f"{row['tpot_ms']:.2f}",
             f"{row['tpot_p99_ms']:.2f}",
         )
-        for row in sorted(served, key=lambda row: row["case"], reverse=True)
+        for row in sorted(served, key=lambda row: row["rate"] or math.inf)
     ]
     one = served[0]
     what = (
-        f"`vllm serve`, {one['requests']} requests of about {one['input']} tokens, {one['output']} to make; "
-        "milliseconds until the first token (median, 99th percentile) and for each after it:"
+        f"`vllm serve`, requests of about {one['input']} tokens, {one['output']} to make; milliseconds until "
+        "the first token (median, 99th percentile) and for each after it:"
     )
-    headings = ("arm", "arrivals", "tokens a second", "TTFT", "TTFT 99 %", "TPOT", "TPOT 99 %")
+    headings = ("arm", "requests", "tokens a second", "TTFT", "TTFT 99 %", "TPOT", "TPOT 99 %")
     return [what, *table_lines(headings, body)]
 
 

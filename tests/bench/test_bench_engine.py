@@ -372,6 +372,31 @@ def test_loads_are_equal_and_arrive_at_their_rate() -> None:
     assert {at for at, _ in requests.Load(4, 0.0, 32, 8, 64).requests()} == {0.0}
 
 
+def test_the_table_of_requests_has_a_line_for_each_load_and_server(tmp_path: Path) -> None:
+    shared = {"bench": "requests", "model": "m", "layers": 2, "case": "c", "role": "ours"}
+    rows = []
+    for contender in ("vLLM FP8", "fp4gemm W4A8"):
+        for load in command._loads(_plan(tmp_path, shape=command.MODELS["llama-3.1-8b"])):
+            figures = {"tokens_per_s": 1, "ttft_ms": 2, "ttft_p99_ms": 3, "tpot_ms": 4, "tpot_p99_ms": 5}
+            sizes = {"requests": load.count, "rate": load.rate, "input": load.input, "output": load.output}
+            rows.append({**shared, "contender": contender, "us": 4000.0, **sizes, **figures})
+    table = [line for line in report.text(rows).splitlines() if line.startswith(("| vLLM", "| fp4gemm"))]
+    assert [line.split("|")[1:4] for line in table] == [
+        [f" {contender} ", f" {load} ", " 1 "]
+        for load in ("144, 24 a second", "384, 64 a second", "128 at once")
+        for contender in ("vLLM FP8", "fp4gemm W4A8")
+    ]
+
+
+def test_no_load_has_a_prompt_of_another_one_or_of_the_first_calls(tmp_path: Path) -> None:
+    """vLLM would have computed it before."""
+    loads = command._loads(_plan(tmp_path, shape=command.MODELS["llama-3.1-8b"]))
+    made = [load.requests() for load in (*loads, command._first_calls(loads))]
+    assert [len(each) for each in made] == [144, 384, 128, 32]
+    prompts = {tuple(body["prompt"]) for each in made for _, body in each}
+    assert len(prompts) == 144 + 384 + 128 + 32
+
+
 def test_the_tables_compare_ours_with_the_best_of_theirs() -> None:
     shared = {"bench": "engine", "model": "m", "layers": 2, "step": "decode", "batch": 1, "input": 16}
     rows = [
