@@ -6,6 +6,7 @@
 #include "quantize/quantize.hpp"
 #include "quantize/scale_search.hpp"
 #include "quantize/stacks.hpp"
+#include "quantize/swizzle.hpp"
 #include "training/training.hpp"
 
 namespace fp4gemm {
@@ -60,6 +61,9 @@ fp4gemm_status_t launch_prepack_fp8(int, int64_t, int64_t, void const*, void con
   return no_cuda();
 }
 fp4gemm_status_t launch_unprepack_fp8(int, int64_t, int64_t, void const*, void*, void*, fp4gemm_stream_t) {
+  return no_cuda();
+}
+fp4gemm_status_t launch_swizzle_scales(SwizzleJob const&, DeviceProperties const&, fp4gemm_stream_t) {
   return no_cuda();
 }
 fp4gemm_status_t launch_route(fp4gemm_route_args_t const&, DeviceProperties const&, void*, fp4gemm_stream_t) {

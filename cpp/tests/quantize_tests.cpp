@@ -1,5 +1,6 @@
 // Host tests of the quantizers' C interface: the messages for wrong arguments. No GPU is used.
 #include "checks.hpp"
+#include "fp4gemm/scales.h"
 
 namespace {
 
@@ -327,6 +328,28 @@ void test_dequantize_and_decode_errors() {
                FP4GEMM_ERROR_INVALID_ARGUMENT, "y: is null");
 }
 
+/// swizzle_scales with one argument that is wrong.
+void bad_swizzle(char const* what, int num_matrices, int64_t rows, int64_t columns, void* compact,
+                 int64_t row_stride, void* swizzled, char const* text) {
+  expect_error(what,
+               fp4gemm_swizzle_scales(num_matrices, rows, columns, static_cast<uint8_t*>(compact), row_stride,
+                                      static_cast<uint8_t*>(swizzled), 0, nullptr),
+               FP4GEMM_ERROR_INVALID_ARGUMENT, text);
+}
+
+void test_swizzle_errors() {
+  void* const at = address();
+  bad_swizzle("num_matrices", -1, 4, 8, at, 8, at, "num_matrices: is -1");
+  bad_swizzle("rows", 1, -4, 8, at, 8, at, "rows: is -4");
+  bad_swizzle("columns", 1, 4, 0, at, 8, at, "columns: is 0, must be between 1");
+  bad_swizzle("row_stride", 1, 4, 8, at, 7, at, "row_stride: is 7, must be between 8");
+  bad_swizzle("compact", 1, 4, 8, nullptr, 8, at, "compact: is null");
+  bad_swizzle("swizzled", 1, 4, 8, at, 8, nullptr, "swizzled: is null");
+  bad_swizzle("alignment", 1, 4, 8, address(1), 8, address(8),
+              "swizzled: is 0x1008, must be 16-byte aligned");
+  bad_swizzle("overflow", INT32_MAX, INT32_MAX, 1, at, 1 << 30, at, "num_matrices: is 2147483647");
+}
+
 }  // namespace
 
 int main() {
@@ -335,5 +358,6 @@ int main() {
   test_fp8_errors();
   test_producer_errors();
   test_dequantize_and_decode_errors();
+  test_swizzle_errors();
   return report();
 }

@@ -308,3 +308,20 @@ def test_columns_of_stacks(session: Session, mode: Mode) -> None:
 
     for amax, is_decoded in ((None, False), (given, False), (None, True)):
         check(session, "quantize_stack", partial(build, amax=amax, is_decoded=is_decoded))
+
+
+# Columns and distances of rows that allow loads of 16, of 4 and of single bytes, and up to three CTAs a stripe.
+@pytest.mark.parametrize(("columns", "stride"), [(48, 64), (80, 80), (12, 12), (36, 52), (7, 7), (33, 40)])
+@pytest.mark.parametrize(("matrices", "rows"), [(1, 1), (1, 300), (3, 130)])
+def test_swizzle_scales(session: Session, matrices: int, rows: int, columns: int, stride: int) -> None:
+    """The definition of layout.swizzle_scales for each matrix; bytes between the rows are not read."""
+    gen = torch.Generator().manual_seed(columns)
+    compact = torch.randint(0, 256, (matrices, rows, stride), dtype=torch.uint8, generator=gen)
+    want = torch.stack([layout.swizzle_scales(one[:, :columns]) for one in compact])
+
+    def build(memory: Memory) -> tuple[object, ...]:
+        # Without what follows the last row: the emulator ends a kernel that reads behind an allocation.
+        flat = compact.flatten()[: compact.numel() - stride + columns]
+        return matrices, rows, columns, memory.put(flat), stride, memory.out("swizzled", want)
+
+    check(session, "swizzle_scales", build)

@@ -22,7 +22,7 @@ from capi import (
     core,
 )
 from experts_cases import block_of, c_arguments, random_ids
-from fp4gemm import kernel_table, reference
+from fp4gemm import kernel_table, layout, reference
 from helpers import assert_bits
 
 try:
@@ -134,6 +134,19 @@ def test_quantize_and_multiply(gpu: Device) -> None:
         workspace = gpu.empty(num_bytes.value)
         succeed(library.fp4gemm_gemm(ctypes.byref(dense), ctypes.c_void_p(workspace), num_bytes, 0, None))
         assert torch.equal(gpu.get(d, want), want), (m, n, k)
+
+
+@pytest.mark.parametrize(("columns", "stride"), [(64, 64), (48, 64), (180, 180), (36, 52), (33, 40)])
+@pytest.mark.parametrize(("matrices", "rows"), [(1, 1), (1, 4097), (3, 130)])
+def test_swizzle_scales(gpu: Device, matrices: int, rows: int, columns: int, stride: int) -> None:
+    """The definition of layout.swizzle_scales for each matrix, with loads of every size."""
+    gen = torch.Generator().manual_seed(columns)
+    compact = torch.randint(0, 256, (matrices, rows, stride), dtype=torch.uint8, generator=gen)
+    want = torch.stack([layout.swizzle_scales(one[:, :columns]) for one in compact])
+    swizzled = gpu.empty(want.nbytes)
+    arguments = matrices, rows, columns, gpu.put(compact), stride, swizzled
+    succeed(core().fp4gemm_swizzle_scales(*arguments, 0, None))
+    assert torch.equal(gpu.get(swizzled, want), want)
 
 
 def test_experts(gpu: Device) -> None:

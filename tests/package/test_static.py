@@ -26,7 +26,7 @@ GEMM = re.compile(rf"gemm_kernel|packed_gemm|{DECODED}|{PREPACKED}")
 # The families of kernels that are launched before the kernel ahead of them has ended.
 WAITING = re.compile(
     rf"quantize_rows|quantize_to_records|make_row_records|gather_rows|route_slots|combine_rows|"
-    rf"combine_rank_rows|combine_blocks|combine_parts|zero_outside_groups|swiglu_forward|swiglu_backward|"
+    rf"combine_rank_rows|combine_blocks|combine_parts|zero_outside_groups|swizzle_scales|swiglu_forward|swiglu_backward|"
     rf"gemm_kernel|prepare_groups|quantize_tiles|quantize_group_columns|quantize_squares|"
     rf"(?<!mxfp8_)dequantize|{DECODED}|{PREPACKED}"
 )

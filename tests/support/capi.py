@@ -273,6 +273,8 @@ def declare(library: ctypes.CDLL) -> ctypes.CDLL:
     library.fp4gemm_experts.argtypes = [POINTER(ExpertsArgs), c_void_p, c_size_t, c_int, c_void_p]
     zero = [c_int64, c_int64, c_void_p, c_void_p, c_int, c_int, c_void_p]
     library.fp4gemm_zero_outside_groups.argtypes = zero
+    swizzle = [c_int, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_int, c_void_p]
+    library.fp4gemm_swizzle_scales.argtypes = swizzle
     library.fp4gemm_activation_info.argtypes = [c_int, POINTER(ActivationInfo)]
     library.fp4gemm_architecture_info.argtypes = [c_int, POINTER(ArchitectureInfo)]
     library.fp4gemm_kernel_info.argtypes = [c_int, POINTER(KernelInfo)]
