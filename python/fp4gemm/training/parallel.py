@@ -42,18 +42,18 @@ all_reduce = dist.all_reduce
 
 
 class Sharding(NamedTuple):
-    """The dimension along which activations are sharded, and the 1-dimensional mesh of the ranks."""
+    """The ranks among which activations are sharded, and the dimension along which they are."""
 
-    mesh: DeviceMesh
+    group: dist.ProcessGroup
     dim: int
 
     @property
-    def group(self) -> dist.ProcessGroup:
-        return self.mesh.get_group()
+    def ranks(self) -> int:
+        return self.group.size()
 
     def gather(self, x: Tensor) -> Tensor:
         """The shards of all ranks, one after the other along dim; contiguous, a copy."""
-        ranks = self.mesh.size()
+        ranks = self.ranks
         gathered = x.new_empty((ranks * x.shape[0], *x.shape[1:]))
         all_gather(gathered, x.contiguous(), group=self.group)
         if self.dim == 0:
@@ -62,7 +62,7 @@ class Sharding(NamedTuple):
 
     def scatter_sum(self, x: Tensor) -> Tensor:
         """This rank's shard along dim of the sum of all ranks' x, added in the dtype of x."""
-        ranks = self.mesh.size()
+        ranks = self.ranks
         shape = list(x.shape)
         shape[self.dim] //= ranks
         parts = x.view(*shape[: self.dim], ranks, *shape[self.dim :]).movedim(self.dim, 0).contiguous()
@@ -92,8 +92,13 @@ class ShardCache:
 class _ShardedLinear(Linear):
     """A training.Linear whose parameters are DTensors; the class of a layer that a style was applied to."""
 
-    _sharding: Sharding
+    _mesh: DeviceMesh
+    _sequence_dim: int
     _shares_input = False
+
+    @property
+    def _sharding(self) -> Sharding:
+        return Sharding(self._mesh.get_group(), self._sequence_dim)
 
     def _bias(self) -> Tensor | None:
         return None if self.bias is None else cast(DTensor, self.bias).to_local()
@@ -101,7 +106,7 @@ class _ShardedLinear(Linear):
     def _input(self, x: object, dim: int) -> Tensor:
         """This rank's x; a DTensor is brought to Shard(dim) first."""
         x = _checks.is_tensor("x", x)
-        sequence_dim = self._sharding.dim
+        sequence_dim = self._sequence_dim
         if x.dim() < sequence_dim + 2:
             raise ValueError(
                 f"x: shape is {tuple(x.shape)}, must have more than {sequence_dim + 1} dimensions, since "
@@ -126,7 +131,7 @@ class _ColwiseLinear(_ShardedLinear):
 
     def forward(self, input: Tensor | QuantizedInput) -> Tensor:
         """This rank's features of y for all tokens, of this rank's tokens of x (..., k)."""
-        x = self._input(input, self._sharding.dim)
+        x = self._input(input, self._sequence_dim)
         weight, cache = self._shard()
         return gathered_linear(x, weight, self._bias(), self._recipe, cache, self._sharding)
 
@@ -137,7 +142,7 @@ class _RowwiseLinear(_ShardedLinear):
     def forward(self, input: Tensor | QuantizedInput) -> Tensor:
         """This rank's tokens of y, of this rank's features of x (..., k / ranks) for all tokens."""
         x = self._input(input, -1)
-        dim, ranks = self._sharding.dim, self._sharding.mesh.size()
+        dim, ranks = self._sharding.dim, self._sharding.ranks
         if x.shape[dim] % ranks:
             raise ValueError(
                 f"x: has {x.shape[dim]} tokens in dimension {dim}, must be a multiple of {ranks}, the ranks "
@@ -205,7 +210,7 @@ class SequenceColwiseParallel(ColwiseParallel):
     def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
         layer = _check(module, device_mesh, "out_features")
         self._partition_linear_fn("", layer, device_mesh)
-        become(layer, _ColwiseLinear, _sharding=Sharding(device_mesh, self.sequence_dim))
+        become(layer, _ColwiseLinear, _mesh=device_mesh, _sequence_dim=self.sequence_dim)
         return layer
 
     def __repr__(self) -> str:
@@ -239,7 +244,7 @@ class SequenceRowwiseParallel(RowwiseParallel):
     def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
         layer = _check(module, device_mesh, "in_features")
         self._partition_linear_fn("", layer, device_mesh)
-        become(layer, _RowwiseLinear, _sharding=Sharding(device_mesh, self.sequence_dim))
+        become(layer, _RowwiseLinear, _mesh=device_mesh, _sequence_dim=self.sequence_dim)
         return layer
 
     def __repr__(self) -> str:
@@ -335,7 +340,7 @@ def _has_whole_blocks(shape: torch.Size, sharding: Sharding) -> bool:
     shape: that of a rank's x. Other numbers of tokens are gathered in the dtype of x.
     """
     inner = math.prod(shape[sharding.dim : -1])
-    total = sharding.mesh.size() * math.prod(shape[:-1])
+    total = sharding.ranks * math.prod(shape[:-1])
     return total > 0 and inner % _checks.BLOCK == 0 and total % _copies.ROWS == 0
 
 
@@ -375,7 +380,7 @@ def _gathered_columns(own: Parts, shape: torch.Size, e4m3_max: int, sharding: Sh
     blocks = torch.cat((codes.view(k, -1, half), scales.view(torch.uint8).unsqueeze(2)), 2)
     inner = math.prod(shape[sharding.dim : -1]) // _checks.BLOCK
     packed = blocks.transpose(0, 1).reshape(-1, inner, k * (half + 1))  # in the order of the tokens
-    packed = Sharding(sharding.mesh, 1).gather(packed).reshape(-1, k, half + 1).transpose(0, 1)
+    packed = Sharding(sharding.group, 1).gather(packed).reshape(-1, k, half + 1).transpose(0, 1)
     made = NVFP4Tensor._of_compact(
         packed[..., :half].flatten(1).contiguous(), packed[..., half].contiguous(), amax, e4m3_max
     )
@@ -407,7 +412,7 @@ class _GatheredProduct(torch.autograd.Function):
             saved = _copies.along(values, 0, recipe.x_t, recipe.hadamard_signs, of_x, step.ends)
         step.save(ctx, weight, saved)
         ctx.sharding, ctx.own_shape = sharding, x.shape
-        tokens = sharding.mesh.size() * x.shape[sharding.dim]
+        tokens = sharding.ranks * x.shape[sharding.dim]
         ctx.shape = (*x.shape[: sharding.dim], tokens, *x.shape[sharding.dim + 1 :])
         return y.view(*ctx.shape[:-1], weight.shape[0])
 
@@ -463,6 +468,6 @@ def gathered_linear(
     if not follows and not _is_cast_by_ranks(recipe, x.shape, sharding):
         recipe = recipe.replace(save_input="original")
     with without_autocast(x):
-        step = _step.begun(recipe, x, weight, bias, None, cache, ranks=sharding.mesh.size())
+        step = _step.begun(recipe, x, weight, bias, None, cache, ranks=sharding.ranks)
         y: Tensor = _GatheredProduct.apply(step, sharding, x, weight, bias)
     return y
