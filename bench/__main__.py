@@ -38,8 +38,8 @@ from .commands import (
     report,
     serving,
     sums,
-    sweep,
     train,
+    upstream,
 )
 from .commands.options import (
     QUICK_ROUNDS,
@@ -94,7 +94,12 @@ MEASURING: tuple[tuple[str, ModuleType, str, tuple[str, ...]], ...] = (
     ),
     ("train", train, "a training step of a layer, by recipe", ("--shapes", "--model", "--m")),
     ("overhead", overhead, "host microseconds of a call", ()),
-    ("sweep", sweep, "the sweeps that upstream libraries publish, by name", ("--m",)),
+    (
+        "upstream",
+        upstream,
+        "the tables that upstream's pull requests publish, beside their figures",
+        ("--m", "--contenders"),
+    ),
     ("hopper", hopper, "prepacked weights against the project's targets", ("--m",)),
     ("report", report, "everything in one run, as one page with pictures", ()),
 )
@@ -102,7 +107,7 @@ MEASURING: tuple[tuple[str, ModuleType, str, tuple[str, ...]], ...] = (
 OTHERS = (
     ("compare", compare, "what became faster or slower between two results files"),
     ("plot", plot, "roofline pictures and speed-ups of results files"),
-    ("list", listing, "kernels, models, routings and presets"),
+    ("list", listing, "kernels, models, routings and tables"),
     ("errors", errors, "quantization error of every mode"),
     ("sums", sums, "errors of the sums over FP8 tokens, by use_fast_accum"),
     ("gradients", gradients, "errors of a training step by recipe, of a small model"),
@@ -129,6 +134,7 @@ def parser() -> argparse.ArgumentParser:
         filters(sub, *names)
         if hasattr(module, "add_arguments"):
             module.add_arguments(sub)
+        sub.set_defaults(summary=getattr(module, "summary", None))
     for name, other, text in OTHERS:
         sub = commands.add_parser(name, help=text)
         sub.set_defaults(run=other.run)
@@ -197,6 +203,8 @@ def _measure(args: argparse.Namespace, command: str) -> int:
     finally:
         harness.close()
     if not args.json:
+        if args.summary is not None:
+            print("", args.summary(rows), sep="\n")
         print(tables.verdict(rows))
     if args.command == "report":
         return report.write(rows, args)

@@ -1,4 +1,4 @@
-"""torch's own NVFP4 products, which are the baselines on GPUs with NVFP4 tensor cores.
+"""torch's own NVFP4 and MXFP8 products, which are the baselines on GPUs with NVFP4 tensor cores.
 
 ``torch.nn.functional.scaled_mm`` with the recipe [BlockWise1x16, TensorWise] calls cuBLASLt;
 ``scaled_grouped_mm`` for experts is a CUTLASS kernel that some builds of torch have. Both accept one scalar
@@ -8,16 +8,17 @@ compared with float64 before anything is timed.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from fp4gemm import NVFP4Tensor
+from fp4gemm import MXFP8Tensor, NVFP4Tensor
 from torch import Tensor
 from torch.nn import functional
 
 SWIZZLES = [functional.SwizzleType.SWIZZLE_32_4_4, functional.SwizzleType.NO_SWIZZLE]
 
-__all__ = ["SWIZZLES", "Operand", "absent", "dense", "grouped", "operand"]
+__all__ = ["SWIZZLES", "Operand", "absent", "dense", "grouped", "grouped_mxfp8", "mxfp8_stack", "operand"]
 
 
 class Operand(NamedTuple):
@@ -64,6 +65,35 @@ def grouped(a: Operand, b: Operand, offs: Tensor) -> Tensor:
         *_scales(b),
         swizzle_a=SWIZZLES,
         swizzle_b=SWIZZLES,
+        offs=offs,
+        output_dtype=torch.bfloat16,
+    )
+    return product
+
+
+def mxfp8_stack(matrices: Sequence[MXFP8Tensor]) -> tuple[Tensor, Tensor]:
+    """Values (g, n, k) and scales (g, those of a matrix in one row), as grouped_mxfp8 takes weights."""
+    values = torch.stack([one.values for one in matrices])
+    # Few operators of torch know e8m0.
+    scales = torch.stack([one.scales.view(torch.uint8).flatten() for one in matrices])
+    return values, scales.view(torch.float8_e8m0fnu)
+
+
+def grouped_mxfp8(a: MXFP8Tensor, b: tuple[Tensor, Tensor], offs: Tensor) -> Tensor:
+    """bfloat16 products of groups of rows of a with the matrices of b, in MXFP8.
+
+    Each group has a multiple of 128 rows, so that the swizzled scales of a are those of its groups.
+    """
+    recipe, swizzle = functional.ScalingType.BlockWise1x32, functional.SwizzleType.SWIZZLE_32_4_4
+    product: Tensor = functional.scaled_grouped_mm(  # type: ignore[attr-defined]
+        a.values,
+        b[0].transpose(1, 2),
+        [a.scales],
+        [recipe],
+        [b[1]],
+        [recipe],
+        swizzle_a=[swizzle],
+        swizzle_b=[swizzle],
         offs=offs,
         output_dtype=torch.bfloat16,
     )

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -295,8 +295,8 @@ class Contenders:
         expert = lambda e: w4a8.weight_values(self.weights.packed[0][e])  # noqa: E731
         return self.near(call, w4a8.token_values(self.tokens.plain[0]), expert, torch.bfloat16)
 
-    def fp8(self) -> None:
-        """torch's FP8 product, with the quantizer of the tokens and without."""
+    def fp8(self, names: Mapping[str, bool] = FP8, alone: bool = True) -> None:
+        """torch's FP8 product: by name, with the quantizer of the tokens; and ``alone``, without it."""
         (x,), weights = self.tokens.plain, self.weights
 
         def make(fast: bool, quantizes: bool) -> tuple[Contender, Check]:
@@ -313,9 +313,10 @@ class Contenders:
             contender = Contender(baseline, work, BASELINE, None, ROUNDING, note, quantizes)
             return contender, lambda: fp8.wrong(x) or right()
 
-        for name, fast in FP8.items():
+        for name, fast in names.items():
             self.made.attempt(name, partial(make, fast, True), ours=False)
-        self.made.attempt(FP8_PRODUCT, partial(make, True, False), ours=False)
+        if alone:
+            self.made.attempt(FP8_PRODUCT, partial(make, True, False), ours=False)
 
     def loop(self, forms: Forms) -> None:
         """For each expert a GEMM with a scalar and a pass that applies the vectors, without grouped_mm."""

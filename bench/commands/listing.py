@@ -1,4 +1,4 @@
-"""``python -m bench list``: the kernels, models, routings and presets that the other commands accept."""
+"""``python -m bench list``: the kernels, models, routings and tables that the other commands accept."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import fp4gemm
 from ..measure.models import MODELS
 from ..measure.routing import ROUTINGS
 from .options import PATTERN
-from .sweep import PRESETS
+from .upstream import TABLES
 
-WHAT = ("kernels", "models", "routings", "presets")
+WHAT = ("kernels", "models", "routings", "tables")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -71,8 +71,8 @@ def _routings(args: argparse.Namespace) -> list[dict[str, Any]]:
     return [{"name": name, "text": text} for name, text in ROUTINGS.items()]
 
 
-def _presets(args: argparse.Namespace) -> list[dict[str, Any]]:
-    return [{"name": name, "text": preset.text} for name, preset in PRESETS.items()]
+def _tables(args: argparse.Namespace) -> list[dict[str, Any]]:
+    return [{"name": name, "text": table.text} for name, table in TABLES.items()]
 
 
-_LISTS = {"kernels": _kernels, "models": _models, "routings": _routings, "presets": _presets}
+_LISTS = {"kernels": _kernels, "models": _models, "routings": _routings, "tables": _tables}

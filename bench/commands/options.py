@@ -119,7 +119,7 @@ def filters(parser: argparse.ArgumentParser, *names: str) -> None:
         ("quantize", "--kernels"): "only modes whose name, with dtype and size, matches",
         ("quantize", "--shapes"): "inputs m x k",
         ("serving", "--m"): "tokens of a step: of decode or of a prefill",
-        ("sweep", "--m"): "tokens",
+        ("upstream", "--m"): "tokens, multiples of 32",
         ("train", "--shapes"): "dense weights n x k, or m x n x k; multiples of 32",
         ("train", "--m"): "tokens of a dense layer, multiples of 32; then no experts are measured",
         ("hopper", "--m"): "rows of a (of grouped: rows an expert) instead of those of each part",

@@ -13,7 +13,7 @@ from ..measure.harness import Harness
 from ..measure.models import Layer, expert_layers
 from ..report import page, readme
 from ..report.results import Row
-from . import dense, grouped, layer, overhead, quantize
+from . import dense, grouped, layer, overhead, quantize, upstream
 
 RESULTS = "results.jsonl"
 QUICK_DENSE = (
@@ -47,9 +47,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def jobs(args: argparse.Namespace, harness: Harness) -> list[Job]:
     """The jobs of a whole report."""
+    published = upstream.of_tables(list(upstream.TABLES), harness, args)
     if not (args.quick and harness.is_cuda):
         made = [job for bench in (dense, grouped, layer, quantize) for job in bench.jobs(args, harness)]
-        return [*made, *overhead.jobs(args, harness)]
+        return [*made, *overhead.jobs(args, harness), *published]
     wanted = [(one, m) for one, ms in QUICK_DENSE for m in ms]
     routed = [(one, tokens, "uniform") for one in expert_layers(QUICK_MODELS) for tokens in QUICK_TOKENS]
     first = Sizes().square
@@ -60,6 +61,7 @@ def jobs(args: argparse.Namespace, harness: Harness) -> list[Job]:
         *grouped.of_layers(routed, harness),
         *quantize.of_families(square, harness),
         *overhead.jobs(args, harness),
+        *published,
     ]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from ..measure.contest import Job, Row, stop_if_lost
 from ..measure.harness import Harness
 from ..measure.library import error_line
-from ..report.results import Journal
+from ..report.results import FAKE, Journal
 
 Advance = Callable[[str], None]
 
@@ -39,13 +39,19 @@ def run(
 def measured(job: Job, harness: Harness) -> tuple[list[Row], bool]:
     """(the rows of a job, True), or (a row with the reason, False) if the job as a whole fails."""
     try:
-        return list(job.rows()), True
+        return [_marked(row, harness) for row in job.rows()], True
     except (RuntimeError, MemoryError) as error:
         stop_if_lost(error)
         reason = error_line(error)
     finally:
         harness.free()
-    return [{"bench": job.bench, "case": job.key, "contender": "all", "refused": reason}], False
+    row: Row = {"bench": job.bench, "case": job.key, "contender": "all", "refused": reason}
+    return [_marked(row, harness)], False
+
+
+def _marked(row: Row, harness: Harness) -> Row:
+    """The row, which says what is not real about the device where the harness is that of a test."""
+    return row if harness.fake is None else row | {FAKE: harness.fake}
 
 
 @contextlib.contextmanager

@@ -187,7 +187,7 @@ def times(found: Measured) -> Row:
     for key, value in (("eager_us", found.eager_us), ("cupti_us", found.cupti_us)):
         if value is not None:
             row[key] = round(value, 2)
-    return row
+    return row if found.launches is None else row | {"launches": found.launches}
 
 
 def rates(work: Work, us: float, harness: Harness) -> Row:

@@ -11,12 +11,11 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from . import library, machine, roofline
+from . import launches, library, machine, roofline
 from .library import (
     Call,
     Timing,
     calls_for,
-    capture,
     error_line,
     operands_read,
     rotations,
@@ -38,10 +37,18 @@ class Measured(NamedTuple):
     timing: Timing
     eager_us: float | None = None  # of calls without a graph, where a graph was timed
     cupti_us: float | None = None  # as CUPTI sees the kernels, where asked for
+    launches: int | None = None  # kernels, copies and fills of a call, where a graph was captured
 
 
 class Harness:
-    """Times everything of a run, and holds what the cases of a run share."""
+    """Times everything of a run, and holds what the cases of a run share.
+
+    Attributes:
+        fake: None; or, where a test runs the code of a device that is not there, what stands in for it. Each
+            row of such a run says so, and files of results and reports refuse it.
+    """
+
+    fake: str | None = None
 
     def __init__(
         self,
@@ -154,10 +161,10 @@ class Harness:
             return {}, {}
         if not self.is_cuda:
             return {name: Measured(t) for name, t in time_cpu(contenders, self.rounds).items()}, {}
-        failed = {}
+        failed, counts = {}, {}
         for name, calls in contenders.items():
             try:
-                capture(calls[:1])
+                counts[name] = launches.count(calls[0])
             except RuntimeError as error:
                 failed[name] = f"cannot be captured in a CUDA graph: {error_line(error)}"
         timed = {name: calls for name, calls in contenders.items() if name not in failed}
@@ -171,7 +178,8 @@ class Harness:
                 failed[name] = reason
                 continue
             eager = time_eager(calls, timings[name].median_us) if self.eager else None
-            made[name] = Measured(timings[name], eager, time_cupti(calls) if self.cupti else None)
+            cupti = time_cupti(calls) if self.cupti else None
+            made[name] = Measured(timings[name], eager, cupti, counts[name])
         return made, failed
 
     def conditions(self, began: float) -> machine.Facts:

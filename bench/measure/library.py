@@ -6,6 +6,7 @@ by compute capabilities, in which forms operands are multiplied and which baseli
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from collections.abc import Collection, Mapping
 from typing import Any, cast
@@ -35,6 +36,8 @@ from fp4gemm.ops.options import SIGNS
 from fp4gemm.ops.parts import OperandParts
 from fp4gemm.recipe import INPUTS, StoredActivations
 from fp4gemm.training import _copies as training_copies
+from fp4gemm.training import _step as training_step
+from torch import Tensor
 
 __all__ = [
     "INPUTS",
@@ -58,6 +61,7 @@ __all__ = [
     "kernel_by_name",
     "kernels_of",
     "library_file",
+    "needs_cores",
     "occupied_groups",
     "operands_read",
     "operator_arguments",
@@ -66,9 +70,12 @@ __all__ = [
     "rotations",
     "serving_weights",
     "sets",
+    "stream_of",
     "streams_prepacked",
+    "swizzle_scales",
     "time_interleaved",
     "training_copies",
+    "training_step",
 ]
 
 
@@ -92,6 +99,11 @@ def has_nvfp4_cores(operands: Collection[str]) -> bool:
     Where it does not, as on Hopper, there are kernels that multiply decoded operands.
     """
     return "nvfp4" in operands and "fp16" not in operands
+
+
+def needs_cores(what: str, form: str = "NVFP4") -> str:
+    """Why ``what`` does not run on a device without tensor cores that multiply operands in this form."""
+    return f"{what} needs tensor cores that multiply {form} (compute capability 10.0 or newer)"
 
 
 def streams_prepacked(device: torch.device) -> bool:
@@ -142,6 +154,29 @@ def operator_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of reference.quantize and quantize_both, but axis, for options of fp4gemm.quantize."""
     defaults = _options.defaults_of(_options.QuantizeOptions)
     return _options.operator_arguments({**defaults, **options})
+
+
+def stream_of(device: torch.device) -> int:
+    """The handle of the current stream of a CUDA device; 0 for the CPU."""
+    return int(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else 0
+
+
+def swizzle_scales(compact: Tensor) -> Tensor:
+    """Scales (rows, columns) in the swizzled layout: one launch of the C interface, on a CPU by torch."""
+    device, (rows, columns) = compact.device, compact.shape
+    if device.type != "cuda":
+        return fp4gemm.swizzle_scales(compact)
+    shape = fp4gemm.layout.padded_scale_shape(rows, 16 * columns)
+    swizzled = torch.empty(shape, dtype=compact.dtype, device=device)
+    library = _native.core()
+    pointers = (ctypes.c_void_p(one.data_ptr()) for one in (compact, swizzled))
+    source, target = pointers
+    sizes = map(ctypes.c_int64, (rows, columns))
+    distance, stream = ctypes.c_int64(compact.stride(0)), ctypes.c_void_p(stream_of(device))
+    status = library.fp4gemm_swizzle_scales(1, *sizes, source, distance, target, device.index, stream)
+    if status != 0:
+        raise RuntimeError(library.fp4gemm_last_error().decode())
+    return swizzled
 
 
 def library_file() -> bytes:

@@ -5,7 +5,7 @@ A step is y = x W^T, dx = dy W and dW = dy^T x, dense or in groups of rows that 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from .library import (
     operator_arguments,
     product_difference,
     training_copies,
+    training_step,
 )
 from .verify import difference, off_by
 
@@ -33,6 +34,9 @@ class Results(NamedTuple):
     y: Tensor
     dx: Tensor
     dw: Tensor
+
+
+COPIES = ("x", "w", "dy", "w_t", "dy_t", "x_t")
 
 
 class Kept:
@@ -86,6 +90,31 @@ class Operands:
         """The results of a y that was computed from ``leaves``."""
         dx, dw = torch.autograd.grad(y, self.leaves, self.dy)
         return Results(y.detach(), dx, dw)
+
+    def forward(self, recipe: Recipe, state: Tensor) -> Tensor:
+        """y of a layer with this recipe, which casts W in the call and x along both of its directions."""
+        x, weight = self.leaves
+        return functional.linear(x, weight, None, recipe, state=state).detach()
+
+    def backward(self, recipe: Recipe, state: Tensor) -> Callable[[], tuple[Tensor, Tensor]]:
+        """A call of a layer's backward pass: the casts of dy, dgrad and wgrad; it returns dx and dW.
+
+        The forward pass is made now. W is not cast in the call: its copies are kept.
+        """
+        x, weight = self.leaves
+        step = training_step.begun(recipe, x, weight, None, state, Kept())
+        with torch.no_grad():
+            _, saved = step.output(x, weight, None)
+        step = step._replace(x_t=saved)
+
+        def call() -> tuple[Tensor, Tensor]:
+            with torch.no_grad():
+                dx, dw = step.gradients(self.dy, None)
+            if dx is None or dw is None:
+                raise RuntimeError("the step computes no gradient")
+            return dx, dw
+
+        return call
 
     def by_torch(self) -> Results:
         """The step in bf16, through autograd."""
@@ -156,9 +185,9 @@ class Copies:
     def x_t(self) -> NVFP4Tensor:
         return self._made(self._source("x_t", self.operands.x, "x"), "x_t", 0, 2)
 
-    def wrong(self) -> str | None:
-        """None if every copy of a whole tensor has the bits of the reference, else the difference."""
-        for name in ("x", "w", "dy", "w_t", "dy_t", "x_t"):
+    def wrong(self, names: Sequence[str] = COPIES) -> str | None:
+        """None if these copies of whole tensors have the bits of the reference, else the difference."""
+        for name in names:
             reason = self._wrong(name)
             if reason is not None:
                 return f"{name}: {reason}"
@@ -183,16 +212,20 @@ class Copies:
 
     def differs(self, got: Results) -> str | None:
         """None if the results have the bits of the reference's products of these copies."""
-        offs = self.operands.offs
-        pairs = {
-            "y": Product(self.x, self.w, self.w, offs),
-            "dx": Product(self.dy, self.w_t, self.w_t, offs),
-        }
-        checks = [(name, product, getattr(got, name)) for name, product in pairs.items()]
-        if offs is None:
-            checks.append(("dW", Product(self.dy_t, self.x_t, self.x_t), got.dw))
-        for e, a, b in self.of_groups(self.dy_t, self.x_t):
-            checks.append((f"dW[{e}]", Product(a, b, b), got.dw[e]))
+        return self.products_differ({"y": got.y, "dx": got.dx, "dW": got.dw})
+
+    def products_differ(self, got: Mapping[str, Tensor]) -> str | None:
+        """:meth:`differs` for some of y, dx and dW, by name."""
+        offs, checks = self.operands.offs, []
+        if "y" in got:
+            checks.append(("y", Product(self.x, self.w, self.w, offs), got["y"]))
+        if "dx" in got:
+            checks.append(("dx", Product(self.dy, self.w_t, self.w_t, offs), got["dx"]))
+        if "dW" in got and offs is None:
+            checks.append(("dW", Product(self.dy_t, self.x_t, self.x_t), got["dW"]))
+        elif "dW" in got:
+            for e, a, b in self.of_groups(self.dy_t, self.x_t):
+                checks.append((f"dW[{e}]", Product(a, b, b), got["dW"][e]))
         for name, product, result in checks:
             reason = product_difference(product, result)
             if reason is not None:

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from . import upstream
 from .pictures import pictures
-from .results import Row, by_case, one_device
+from .results import Row, by_case, one_device, refuse_fakes
 from .tables import remarks, table, table_lines
 
 TEMPLATE = Path(__file__).with_name("report.html.j2")
@@ -53,6 +54,13 @@ TEXTS = {
     ),
     "serving": "The layers of a model as vLLM and SGLang call them, quantization of the inputs included.",
     "overhead": "Host microseconds of a call, from Python to its return, while the device keeps up.",
+    "upstream quantize": "Upstream's table 1: x and x.T, cast in one call as a gradient is.",
+    "upstream grouped": "Upstream's table 2: the same of eight tensors, which share the m rows.",
+    "upstream swizzle": "Upstream's table 3: block scales swizzled in the cast, and by another kernel.",
+    "upstream gemm": "Upstream's table 4: the GEMM of quantized operands alone.",
+    "upstream forward": "Upstream's table 5: a layer's forward pass, with the casts of x, both ways, and W.",
+    "upstream backward": "Upstream's table 6: the casts of dY, dgrad and wgrad as one unit.",
+    "upstream mxfp8": "Upstream's table 7: a grouped linear layer's forward pass; weights were cast before.",
 }
 
 
@@ -60,8 +68,9 @@ def write(rows: Sequence[Row], folder: Path) -> list[Path]:
     """Writes the page and the Markdown into a folder, and returns their paths.
 
     Raises:
-        ValueError: the rows are of several devices.
+        ValueError: the rows are of several devices, or of a test that had no device.
     """
+    refuse_fakes(rows)
     one_device(rows)
     folder.mkdir(parents=True, exist_ok=True)
     made = [folder / PAGE, folder / MARKDOWN]
@@ -126,6 +135,8 @@ def html(rows: Sequence[Row], command: str) -> str:
         facts=facts(rows),
         command=command,
         refusals=refusals(rows),
+        published=upstream.tables(rows),
+        sources=upstream.sources(rows),
         sections=[
             {
                 "title": section.title,
@@ -159,6 +170,9 @@ def markdown(rows: Sequence[Row], command: str) -> str:
     wrong = refusals(rows)
     lines += ["", f"**{len(wrong)} refused.**" if wrong else "Nothing was refused.", ""]
     lines += [f"* {text}" for text in wrong]
+    published = upstream.text(rows)
+    if published:
+        lines += ["", "## Upstream's figures and ours", "", published]
     for section in sections(rows):
         lines += ["", f"## {section.title}", "", section.text]
         for case, mine in section.cases:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 
-from . import formats
+from . import formats, upstream
 from .page import conditions, refusals
-from .results import Row, weight_name
+from .results import Row, refuse_fakes, weight_name
 from .tables import table_lines
 
 # The beginnings of the baselines that the tables show, the first as the one of the short table; the page has
@@ -238,12 +238,20 @@ def formats_table(rows: Sequence[Row]) -> str:
     return "\n".join([*text, "", _refused(rows)])
 
 
+def upstream_tables(rows: Sequence[Row]) -> str:
+    """Upstream's published figures beside ours, and our figures by size."""
+    text = upstream.of_docs(rows)
+    mine = [row for row in rows if str(row["bench"]).startswith(upstream.BENCH)]
+    return "\n".join([_wrapped(_where(mine)), "", text, "", _refused(mine)])
+
+
 # The blocks of a file, by the name in their marks.
 BLOCKS = {
     "bench": short_table,
     "bench tables": tables,
     "bench serving": serving_table,
     "bench formats": formats_table,
+    "bench upstream": upstream_tables,
 }
 
 
@@ -276,7 +284,12 @@ def blocks_in(text: str, path: str) -> list[str]:
 
 
 def with_blocks(text: str, rows: Sequence[Row], path: str) -> str:
-    """``text`` with the tables of ``rows`` between its marks; raises ValueError as :func:`blocks_in`."""
+    """``text`` with the tables of ``rows`` between its marks.
+
+    Raises:
+        ValueError: as :func:`blocks_in`; or a row is of a test that had no device.
+    """
+    refuse_fakes(rows)
     for name in blocks_in(text, path):
         begin, end = marks(name)
         before, after = text[: text.index(begin)], text[text.index(end) :]

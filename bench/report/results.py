@@ -10,6 +10,7 @@ from typing import Any
 
 Row = dict[str, Any]
 SCHEMA = 2
+FAKE = "fake"  # the field of a row that no device measured
 RENAMED = {1: {"bar": "target"}}  # fields of older schemas, and their names in this one
 NEEDED = ("bench", "case", "contender", "job", "job_rows", "device", "date", "torch", "command", "roofline")
 # The facts that rows must share with the run that adds to their file: the machine, the code and the options.
@@ -70,6 +71,7 @@ class Journal:
         if kept:
             self._cases[job] = made
         if kept and self.path is not None:
+            refuse_fakes(made)
             with self.path.open("a", encoding="utf-8") as file:
                 file.write("".join(json.dumps(row) + "\n" for row in made))
                 file.flush()
@@ -108,6 +110,13 @@ def load_all(paths: Sequence[Path]) -> list[Row]:
     return rows
 
 
+def refuse_fakes(rows: Iterable[Mapping[str, Any]]) -> None:
+    """Raises ValueError if a row comes from a test that ran the code of a device without that device."""
+    for row in rows:
+        if FAKE in row:
+            raise ValueError(f"{row['case']}, {row['contender']}: is not measured, but {row[FAKE]}")
+
+
 def one_device(rows: Sequence[Row]) -> None:
     """Raises ValueError if the rows are of several devices."""
     devices = list(dict.fromkeys(row["device"] for row in rows))
@@ -126,6 +135,7 @@ def _parsed(path: Path, text: str) -> list[Row]:
         schema = row.get("schema")
         if (schema != SCHEMA and schema not in RENAMED) or None in needed:
             raise ValueError(f"{path}: line {number} is of schema {schema!r}, must be {SCHEMA}")
+        refuse_fakes([row])
         names = RENAMED.get(schema, {})
         rows.append({names.get(name, name): value for name, value in row.items()})
     return rows

@@ -15,6 +15,7 @@ NAME_WIDTH = 12  # the least width of the column of contenders; longer names are
 # them.
 EXPENDABLE = (
     *("kernel", "p10", "p90", "x read floor", "GB/s", "TFLOP/s", "CUPTI us", "eager us", "of copy"),
+    *("version", "launches", "rel. L2"),
     *("max diff", "weights GB", "tokens/s"),
 )
 
@@ -36,6 +37,8 @@ COLUMNS = (
     Column("GB/s", "gb_s", "{:.4g}"),
     Column("of copy", "of_copy", "{:.0f} %", 100.0),
     Column("of roofline", "of_roofline", "{:.0f} %", 100.0),
+    Column("launches", "launches", "{:d}", 1),
+    Column("rel. L2", "rel_l2", "{:.3f}"),  # by result: y; or dx and dW
 )
 # The columns of a bench that has others.
 COLUMNS_OF = {
@@ -64,7 +67,7 @@ def table(rows: Sequence[Row], columns: Sequence[Column] | None = None) -> tuple
         columns = COLUMNS_OF.get(str(rows[0]["bench"]), COLUMNS)
     used = [c for c in columns if any(row.get(c.key) is not None for row in timed)]
     baselines = list(dict.fromkeys(name for row in timed for name in row.get("ratio", {})))
-    extra = [key for key in ("target", "kernel") if any(row.get(key) for row in timed)]
+    extra = [key for key in ("target", "kernel", "version") if any(row.get(key) for row in timed)]
     headings = ["contender", *(c.heading for c in used), *(f"x {name}" for name in baselines), *extra]
     lines = []
     for row in timed:
@@ -76,7 +79,9 @@ def table(rows: Sequence[Row], columns: Sequence[Column] | None = None) -> tuple
     return headings, lines
 
 
-def _cell(value: float | None, column: Column) -> str:
+def _cell(value: float | Mapping[str, float] | None, column: Column) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {_cell(one, column)}" for name, one in value.items())
     return "" if value is None else column.pattern.format(value * column.factor)
 
 
@@ -135,7 +140,7 @@ def show(rows: Sequence[Row], console: Any = None) -> None:
     while lines:
         made = Table(title=title, title_justify="left", title_style="bold")
         for i, heading in enumerate(headings):
-            numeric = i > 0 and heading not in ("target", "kernel")
+            numeric = i > 0 and heading not in ("target", "kernel", "version")
             made.add_column(
                 Text(heading),
                 justify="right" if numeric else "left",

@@ -49,6 +49,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     ),
     "Results": (
         "docs/results",
+        "docs/upstream",
         "docs/status",
         "bench/NOTES",
         "bench/notes/hopper",

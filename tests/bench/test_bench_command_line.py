@@ -9,7 +9,7 @@ import pytest
 from bench_helpers import FACTS, MORE, cpu_harness, ignore, jobs
 
 from bench.__main__ import main, parser
-from bench.commands import listing
+from bench.commands import listing, upstream
 from bench.commands.runner import run
 from bench.measure import roofline
 from bench.report.results import Journal, load
@@ -25,7 +25,8 @@ def test_report_on_a_cpu_continues_where_it_stopped(
     assert main(line) == 0
     assert "0 refused" in capsys.readouterr().out
     rows = load(tmp_path / "results.jsonl")
-    assert {row["bench"] for row in rows} == {"dense", "grouped", "layer", "quantize", "overhead"}
+    benches = {"dense", "grouped", "layer", "quantize", "overhead"}
+    assert {row["bench"] for row in rows} == benches | {f"upstream {name}" for name in upstream.TABLES}
     assert all(row["roofline"]["tflop_s"]["fp32"] > 0 for row in rows)
     assert {row["command"] for row in rows} == {
         "python -m bench report --quick --rounds 1 --device cpu"  # where the results go does not count
@@ -64,7 +65,6 @@ def test_lists_are_joined() -> None:
         (["grouped", "--model", "square"], "has no experts"),
         (["quantize", "--shapes", "7x32"], "7x32 must be m x k"),
         (["dense", "--device", "tpu"], "tpu"),
-        (["sweep", "all"], "invalid choice"),
         (["list", "--kernels", "("], "must be a regular expression"),
         (["dense", "--kernels", "nosuch"], "no name matches 'nosuch'"),
         (["quantize", "--kernels", "nosuch"], "no name matches 'nosuch'"),
@@ -77,7 +77,7 @@ def test_lists_are_joined() -> None:
         (["report", "--readme", "nosuch"], "nosuch"),
         (["dense", "--out", "/proc/nosuch/x"], "/proc/nosuch"),
         (["errors", "--device", "foo"], "must be cpu or cuda"),
-        (["list", "shapes"], "got 'shapes', must be one of kernels, models, routings, presets"),
+        (["list", "shapes"], "got 'shapes', must be one of kernels, models, routings, tables"),
         (["hopper", "--device", "cpu"], "the layers on cpu hold no prepacked weights"),
     ],
 )

@@ -1,4 +1,4 @@
-"""dense, grouped, layer, sweep and overhead on the CPU: the contenders, and the fields of their rows."""
+"""dense, grouped, layer and overhead on the CPU: the contenders, and the fields of their rows."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import argparse
 import pytest
 from bench_helpers import BLACKWELL, FP8, FP8_PRODUCT, W4A8, cpu_harness, named, run
 
-from bench.__main__ import parser
-from bench.commands import dense, grouped, overhead, sweep
+from bench.commands import dense, grouped, overhead
 from bench.measure import models, routing
 
 
@@ -73,24 +72,6 @@ def test_overhead() -> None:
     found = named(run("overhead"))
     assert {"mm", "grouped_mm", "quantize", "nn.Linear", "torch.mm"} <= set(found)
     assert all(row["us"] > 0 for row in found.values())
-
-
-@pytest.mark.parametrize("preset", list(sweep.PRESETS))
-def test_sweeps(preset: str) -> None:
-    rows = run("sweep", preset, "--m", "32", "--k", "64")
-    assert not any("refused" in row for row in rows)
-    assert not any("absent" in row for row in rows)
-    assert len(rows) >= 2
-    assert {row["bench"] for row in rows} == {f"sweep {preset}"}
-
-
-def test_sweeps_have_the_published_sizes() -> None:
-    args = parser().parse_args(["sweep", "gemm"])
-    harness = cpu_harness()
-    harness.is_cuda = True
-    keys = [job.key for job in sweep.jobs(args, harness)]
-    assert len(keys) == 18
-    assert (keys[0], keys[-1]) == ("sweep gemm 1024x2048x2048", "sweep gemm 32768x8192x8192")
 
 
 def test_overhead_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import bench_fakes
 import fp4gemm
 import pytest
 import torch
 from bench_helpers import BLACKWELL, FP8, FP8_PRODUCT, GEFORCE, HOPPER, W4A8, named, run
 
 from bench.baselines import cublaslt
-from bench.commands import dense
 
 
 def test_dense_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,48 +86,7 @@ def test_geforce_multiplies_quantized_tokens_as_nvfp4(monkeypatch: pytest.Monkey
 @pytest.fixture
 def with_cublaslt(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's functions for Blackwell with their own signatures, made of the reference."""
-    scaling, swizzle = torch.nn.functional.ScalingType, torch.nn.functional.SwizzleType
-    recipe = [scaling.BlockWise1x16, scaling.TensorWise]
-    swizzles = [swizzle.SWIZZLE_32_4_4, swizzle.NO_SWIZZLE]
-
-    def scaled_mm(
-        mat_a: Any,
-        mat_b: Any,
-        scale_a: Any,
-        scale_recipe_a: Any,
-        scale_b: Any,
-        scale_recipe_b: Any,
-        swizzle_a: Any = None,
-        swizzle_b: Any = None,
-        bias: Any = None,
-        output_dtype: Any = torch.bfloat16,
-        offs: Any = None,
-    ) -> torch.Tensor:
-        assert [scale_recipe_a, scale_recipe_b] == [recipe, recipe]
-        assert [swizzle_a, swizzle_b] == [swizzles, swizzles]
-        assert mat_a.dtype is mat_b.dtype is torch.float4_e2m1fn_x2
-        a, b = mat_a.view(torch.uint8), mat_b.view(torch.uint8)
-        if offs is None:
-            assert scale_a[1].numel() == scale_b[1].numel() == 1
-            return fp4gemm.scaled_mm(
-                a, b.t(), scale_a[0], scale_b[0], alpha=float(scale_a[1] * scale_b[1]), out_dtype=output_dtype
-            )
-        weights = b.transpose(1, 2).contiguous()
-        g, n, packed = weights.shape
-        # As torch wants them: a matrix's scales in one row, and one multiplier for the tokens.
-        padded = -(-n // 128) * 128, -(-packed // 32) * 4
-        assert scale_b[0].shape == (g, padded[0] * padded[1])
-        assert (scale_a[1].numel(), scale_b[1].numel()) == (1, g)
-        tokens = torch.full((a.shape[0],), float(scale_a[1]) * 6 * 448)
-        one = fp4gemm.NVFP4Tensor(a, scale_a[0], tokens, offs=offs)
-        scales = scale_b[0].view(g, *padded)
-        stack = fp4gemm.NVFP4Tensor(weights, scales, scale_b[1].view(-1, 1) * 6 * 448)
-        return fp4gemm.grouped_mm(one, stack, offs)
-
-    monkeypatch.setattr(torch.nn.functional, "scaled_mm", scaled_mm)
-    monkeypatch.setattr(torch.nn.functional, "scaled_grouped_mm", scaled_mm)
-    monkeypatch.setattr(cublaslt, "absent", lambda name="": None)
-    monkeypatch.setattr(dense.post_scale, "compiled", lambda: dense.post_scale.post_scale)
+    bench_fakes.install(monkeypatch)
 
 
 @pytest.mark.usefixtures("with_cublaslt")

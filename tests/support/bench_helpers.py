@@ -51,6 +51,13 @@ class CpuHarness(Harness):
     is_cuda = False
 
     @property
+    def fake(self) -> str | None:  # type: ignore[override]
+        """Says in every row that no device measured it, where the code of another device runs."""
+        if not self.operands and not self.is_cuda:
+            return None
+        return f"a CPU that stands in for a GPU whose kernels read {', '.join(sorted(self.operands))}"
+
+    @property
     def streams_prepacked(self) -> bool:
         return "prepacked" in self.operands and not self.has_nvfp4_cores
 
