@@ -310,7 +310,7 @@ def test_columns_of_stacks(session: Session, mode: Mode) -> None:
         check(session, "quantize_stack", partial(build, amax=amax, is_decoded=is_decoded))
 
 
-# Columns and distances of rows that allow loads of 16, of 4 and of single bytes, and up to three CTAs a stripe.
+# Columns and distances of rows that allow loads of 16, of 4 and of single bytes, and one to three CTAs a row.
 @pytest.mark.parametrize(("columns", "stride"), [(48, 64), (80, 80), (12, 12), (36, 52), (7, 7), (33, 40)])
 @pytest.mark.parametrize(("matrices", "rows"), [(1, 1), (1, 300), (3, 130)])
 def test_swizzle_scales(session: Session, matrices: int, rows: int, columns: int, stride: int) -> None:
