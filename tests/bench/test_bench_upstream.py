@@ -31,6 +31,7 @@ def test_quick_on_a_cpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Every table, every result right, and every contender that cannot run with its reason."""
+    pytest.importorskip("matplotlib")
     monkeypatch.setattr(roofline, "COPY_BYTES", {"cpu": 1 << 20})
     monkeypatch.setattr(roofline, "MATMUL", {"cpu": 128})
     out = tmp_path / "upstream.jsonl"
