@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fp4gemm
 import torch
-from bad_base import FUNCTIONS, NOT, TYPE, A, B, Cases, E
+from bad_base import FUNCTIONS, NOT, TYPE, VALUE, A, B, Cases, E, K, M
 
 CASES = Cases()
 CONTAINERS = {
@@ -37,3 +37,15 @@ CASES.add(each(".requires_grad_"), "requires_grad", "true", lambda: True, NOT, "
 CASES.add(
     each(".requires_grad_"), "requires_grad", "int", lambda: 1, TYPE, "got 1 (int), must be True or False"
 )
+
+T = "NVFP4Tensor."
+FUNCTIONS |= {
+    f"{T}split": (A.split, lambda: {"split_size": 16, "dim": 0}),
+    f"{T}reshape": (lambda shape: A.reshape(*shape), lambda: {"shape": (M, K)}),
+}
+CASES.add(f"{T}split", "split_size", "zero", lambda: 0, VALUE, "got 0, must be at least 1")
+CASES.add(f"{T}split", "split_size", "sum", lambda: [1, 2], VALUE, "a sum of 3, must be 33 together")
+CASES.add(f"{T}split", "dim", "columns", lambda: 1, VALUE, "got 1, must be 0: only rows")
+CASES.add(f"{T}split", "dim", "type", lambda: 0.0, TYPE, "got 0.0 (float), must be an int")
+CASES.add(f"{T}reshape", "shape", "k", lambda: (2 * M, K // 2), VALUE, "must be (m, 64) or (g, n, 64)")
+CASES.add(f"{T}reshape", "shape", "type", lambda: (M, 64.0), TYPE, "got 64.0 (float), must be an int")

@@ -90,6 +90,8 @@ add(C, "block", "type", lambda: 16, TYPE, "got 16 (int), must be (1, 16) or (16,
 add(C, "hadamard", "value", lambda: "fp16", VALUE, "got 'fp16', must be None, 'bf16' or 'fp32'")
 add(C, "hadamard", "bool", lambda: True, TYPE, "got True (bool), must be None, 'bf16' or 'fp32'")
 add(C, "stochastic", "type", lambda: 1, TYPE, "got 1 (int), must be True or False")
+add(C, "four_over_six_error", "value", lambda: "slow", VALUE, "got 'slow', must be 'exact' or 'fast'")
+add(C, "four_over_six_error", "alone", lambda: "fast", VALUE, "must be omitted without four_over_six")
 add(C, "four_over_six", "value", lambda: "max", VALUE, "got 'max', must be None, 'mae' or 'mse'")
 add(C, "e4m3_max", "value", lambda: 240, VALUE, "got 240, must be None, 448 or 256")
 add(C, "encode", "value", lambda: "torchao", VALUE, "got 'torchao', must be 'te' or 'te_per_token'")
