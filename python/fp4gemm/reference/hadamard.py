@@ -23,10 +23,8 @@ def rotate(x: Tensor, signs: int, round_to_bf16: bool) -> Tensor:
         signs: 0..0xFFFF; x[r] is negated if bit r is set.
         round_to_bf16: whether the result is rounded to bfloat16, as TransformerEngine does by default.
     """
-    sign = torch.tensor(
-        [-1.0 if signs >> r & 1 else 1.0 for r in range(SIZE)], dtype=torch.float32, device=x.device
-    )
-    y = x * sign
+    is_negated = signs >> torch.arange(SIZE, device=x.device) & 1
+    y = x * (1 - 2 * is_negated).to(torch.float32)
     for stride in (1, 2, 4, 8):
         pairs = y.unflatten(-1, (-1, 2, stride))
         a, b = pairs[..., 0, :], pairs[..., 1, :]

@@ -14,6 +14,7 @@ from .moe_keys import load_moe_state, moe_state
 from .parallel import SequenceColwiseParallel, SequenceRowwiseParallel
 from .recipe import PRESETS, Cast, Recipe, resolve
 from .stacked_experts import StackedExperts
+from .statistics import OperandStatistics, StatisticsRecorder, record_statistics
 
 __all__ = [
     "PRESETS",
@@ -23,11 +24,13 @@ __all__ = [
     "GroupedLinear",
     "Linear",
     "MoE",
+    "OperandStatistics",
     "QuantizedInput",
     "Recipe",
     "SequenceColwiseParallel",
     "SequenceRowwiseParallel",
     "StackedExperts",
+    "StatisticsRecorder",
     "WeightCache",
     "attach",
     "convert_model",
@@ -39,6 +42,7 @@ __all__ = [
     "moe_state",
     "quantize_all_gather",
     "quantize_input",
+    "record_statistics",
     "resolve",
     "set_recipe",
     "update_expert_bias",

@@ -12,12 +12,13 @@ from ..ops import options as option_checks
 from ..ops.quantize import QuantizeCall
 from . import _te
 
-__all__ = ["DEQUANTIZED", "PRESETS", "Cast", "Operand", "Recipe", "resolve"]
+__all__ = ["DEQUANTIZED", "OPERANDS", "PRESETS", "Cast", "Operand", "Recipe", "resolve"]
 
 DEQUANTIZED: Literal["dequantized"] = "dequantized"
 _SOURCES = ("original", "rowwise")
 _SAVED = ("quantized", "original")
-_PAIRS = (("x", "w"), ("dy", "w_t"), ("dy_t", "x_t"))  # the operands of fprop, dgrad and wgrad
+OPERANDS = ("x", "w", "dy", "w_t", "dy_t", "x_t")
+_PAIRS = (OPERANDS[:2], OPERANDS[2:4], OPERANDS[4:])  # of fprop, dgrad and wgrad
 _NUMBERS = ("per_row", "encode", "four_over_six", "e4m3_max", "hadamard")
 _CALL = QuantizeCall._fields
 _BEFORE = _CALL[_CALL.index("block_rows") + 1 : _CALL.index("hadamard")]
