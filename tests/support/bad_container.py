@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import types
+
 import fp4gemm
 import torch
 from bad_base import FUNCTIONS, NOT, TYPE, VALUE, A, B, Cases, E, K, M
@@ -39,9 +41,21 @@ CASES.add(
 )
 
 T = "NVFP4Tensor."
+TE = types.SimpleNamespace(
+    get_metadata=lambda: {
+        "rowwise_data": A.codes,
+        "rowwise_scale_inv": A.to_transformer_engine()["rowwise_scale_inv"],
+        "amax_rowwise": A.amax,
+    }
+)
 FUNCTIONS |= {
     f"{T}split": (A.split, lambda: {"split_size": 16, "dim": 0}),
     f"{T}reshape": (lambda shape: A.reshape(*shape), lambda: {"shape": (M, K)}),
+    f"{T}from_transformer_engine": (
+        fp4gemm.NVFP4Tensor.from_transformer_engine,
+        lambda: {"tensor": TE, "columnwise": False},
+    ),
+    f"{T}to_transformer_engine": (A.to_transformer_engine, lambda: {"columnwise": None}),
 }
 CASES.add(f"{T}split", "split_size", "zero", lambda: 0, VALUE, "got 0, must be at least 1")
 CASES.add(f"{T}split", "split_size", "sum", lambda: [1, 2], VALUE, "a sum of 3, must be 33 together")
@@ -49,3 +63,11 @@ CASES.add(f"{T}split", "dim", "columns", lambda: 1, VALUE, "got 1, must be 0: on
 CASES.add(f"{T}split", "dim", "type", lambda: 0.0, TYPE, "got 0.0 (float), must be an int")
 CASES.add(f"{T}reshape", "shape", "k", lambda: (2 * M, K // 2), VALUE, "must be (m, 64) or (g, n, 64)")
 CASES.add(f"{T}reshape", "shape", "type", lambda: (M, 64.0), TYPE, "got 64.0 (float), must be an int")
+CASES.add(f"{T}from_transformer_engine", "tensor", "ours", lambda: A, TYPE, "must be an NVFP4Tensor of Trans")
+CASES.add(f"{T}from_transformer_engine", "columnwise", "int", lambda: 1, TYPE, "got 1 (int), must be True or")
+CASES.add(
+    f"{T}to_transformer_engine", "columnwise", "shape", lambda: A, VALUE, "must be (64, 33), of the tran"
+)
+CASES.add(
+    f"{T}to_transformer_engine", "columnwise", "type", lambda: 1, TYPE, "must be an fp4gemm.NVFP4Tensor"
+)

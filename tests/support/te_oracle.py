@@ -10,6 +10,7 @@ import ast
 import contextlib
 import enum
 import hashlib
+import importlib
 import os
 import subprocess
 import sys
@@ -225,3 +226,54 @@ class Oracle:
         """x with each 16 values of a row rotated with the default signs, in the dtype of x."""
         quantizer = self._quantizer(columnwise=False, rotate=True, signs=True, quant_tile_shape=(1, 16))
         return quantizer._apply_rht(x)
+
+
+# ---- its tensor class
+
+_COMPILED = "transformer_engine_torch"
+_PACKAGES = ("common", "pytorch", "pytorch.tensor", "pytorch.tensor.storage")
+
+
+class _Numbers(type):
+    """Classes of the compiled module whose members are read as numbers."""
+
+    def __getattr__(cls, name: str) -> int:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return 0
+
+
+@contextlib.contextmanager
+def tensor_module(path: Path) -> Iterator[types.ModuleType]:
+    """``transformer_engine.pytorch.tensor.nvfp4_tensor`` of the wheel, with all Python that it imports.
+
+    The compiled module is replaced, and the packages' own ``__init__`` are not executed: they look for it.
+    Nothing that calls a kernel works.
+    """
+    compiled = types.ModuleType(_COMPILED)
+    names = ["kByte", "kInt32", "kFloat32", "kFloat16", "kBFloat16"]
+    names += ["kFloat8E4M3", "kFloat8E5M2", "kFloat4E2M1"]
+    compiled.DType = enum.IntEnum("DType", names)  # type: ignore[attr-defined]
+
+    def member(name: str) -> type:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Numbers(name, (), {})
+
+    compiled.__getattr__ = member  # type: ignore[method-assign]
+    modules = {_COMPILED: compiled}
+    for name in ("", *(f".{package}" for package in _PACKAGES)):
+        package = types.ModuleType(f"transformer_engine{name}")
+        package.__path__ = [f"{path}/transformer_engine{name.replace('.', '/')}"]
+        modules[package.__name__] = package
+    modules["transformer_engine.common"].decode_cudnn_version = (  # type: ignore[attr-defined]
+        lambda version: (version, 0, 0)
+    )
+    before = set(sys.modules)
+    with _installed(modules):
+        try:
+            yield importlib.import_module("transformer_engine.pytorch.tensor.nvfp4_tensor")
+        finally:
+            for name in set(sys.modules) - before - set(modules):
+                if name.startswith("transformer_engine"):
+                    del sys.modules[name]

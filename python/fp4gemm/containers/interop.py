@@ -38,13 +38,13 @@ weights that are still apart see :func:`fp4gemm.concat` and :func:`fp4gemm.stack
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from .. import _checks
-from . import _fields, _outer
+from .. import _checks, _values
+from . import _fields, _outer, _te_tensors
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -75,6 +75,7 @@ class Conventions:
 
     if TYPE_CHECKING:  # what NVFP4Tensor has
         codes: Tensor
+        scales: Tensor
         amax: Tensor
         e4m3_max: int
         offs: Tensor | None
@@ -86,7 +87,24 @@ class Conventions:
         @classmethod
         def _of_compact(cls, codes: Tensor, compact_scales: Tensor, amax: Tensor, e4m3_max: int) -> Self: ...
 
+        dtype: torch.dtype
+
         def compact_scales(self) -> Tensor: ...
+
+        def with_row_amax(self) -> Self: ...
+
+        @classmethod
+        def _trusted(
+            cls,
+            codes: Tensor,
+            scales: Tensor,
+            amax: Tensor,
+            e4m3_max: int,
+            offs: Tensor | None = None,
+            hadamard_signs: int | None = None,
+        ) -> Self: ...
+
+        def _stamped(self, dtype: torch.dtype) -> Self: ...
 
     def decode_multiplier(self) -> Tensor:
         """fl(amax / (6 * e4m3_max)), float32 of the shape of amax: x ~ q * s * this.
@@ -250,6 +268,83 @@ class Conventions:
         amax = _outer.outer_amax("per_tensor_scale", number, codes, e4m3_max, "decodes", partition_rows)
         return cls._of_compact(codes, _outer.foreign("scale", scales, amax), amax, e4m3_max)
 
+    @classmethod
+    def from_transformer_engine(cls, tensor: object, *, columnwise: bool = False) -> Self:
+        """The operand in an NVFP4Tensor or NVFP4TensorStorage of TransformerEngine, which is not imported.
+
+        Codes and amax share memory with it where the codes are 16-byte aligned; block scales are copied.
+        Leading dimensions become rows. ``dtype`` is its nominal dtype.
+
+        Args:
+            tensor: an object whose get_metadata() returns what that of TransformerEngine 2.20.2 or older
+                does. In pull request 3045 it has "per_token" too.
+            columnwise: True reads the columnwise data, which are those of the transposed tensor, (k, m).
+                Their hadamard_signs come from the quantizer of the tensor.
+
+        Raises:
+            TypeError, ValueError: naming the entry of the metadata that is missing, is not known, or has
+                another type or value; columnwise data without a quantizer, since nothing else says whether
+                they are rotated.
+        """
+        _checks.is_bool("columnwise", columnwise)
+        parts = _te_tensors.read(tensor, columnwise)
+        codes = _outer.codes(parts.names[0], parts.codes)
+        if parts.is_swizzled:
+            scales = _outer.swizzled(parts.names[1], parts.scales, codes)
+        else:
+            scales = _te_tensors.without_padding(parts.names[1], parts.scales, codes)
+        amax = _checks.vector(parts.names[2], parts.amax, codes.shape[0], codes.device, parts.names[0])
+        _values.check_block_scales(parts.names[1], scales)
+        _values.check_amax(parts.names[2], amax)
+        made = cls._of_compact(codes, scales, amax, parts.e4m3_max)
+        made = cls._trusted(
+            made.codes, made.scales, made.amax, parts.e4m3_max, hadamard_signs=parts.hadamard_signs
+        )
+        return made._stamped(parts.dtype)
+
+    def to_transformer_engine(self, columnwise: Self | None = None) -> dict[str, Any]:
+        """The keywords of TransformerEngine's NVFP4Tensor, but for two that are objects of its own::
+
+            NVFP4Tensor(**t.to_transformer_engine(), fp4_dtype=DType.kFloat4E2M1, quantizer=quantizer)
+
+        Codes and amax share memory with this operand; block scales are in plain order, with zeros for
+        padding. Nothing synchronises. ``nvfp4_use_4over6`` is True where e4m3_max is 256, which no other
+        tensor of TransformerEngine has.
+
+        Args:
+            columnwise: the operand of the transposed tensor, (k, m), as ``quantize(x, axis=0)`` returns it;
+                None: there are no columnwise data. It may be rotated, if the quantizer rotates.
+
+        Raises:
+            TypeError, ValueError: naming the argument: an operand with groups or a stack; rowwise data that
+                are rotated; columnwise data of another shape, device, e4m3_max or scaling.
+        """
+        t = self._one_matrix("TransformerEngine")
+        t._not_rotated("TransformerEngine's rowwise data (columnwise data may be)")
+        other: Any = columnwise
+        if columnwise is not None:
+            other = _te_tensors.checked_columns(t, columnwise)._one_matrix("TransformerEngine")
+        is_row_scaled = t.amax.shape[0] != 1 or (other is not None and other.amax.shape[0] != 1)
+        if is_row_scaled:
+            t, other = t.with_row_amax(), None if other is None else other.with_row_amax()
+        return {
+            "shape": tuple(t.shape),
+            "dtype": t.dtype,
+            "device": t.codes.device,
+            "rowwise_data": t.codes,
+            "rowwise_scale_inv": _te_tensors.with_padding(t.compact_scales()),
+            "columnwise_data": None if other is None else other.codes,
+            "columnwise_scale_inv": None
+            if other is None
+            else _te_tensors.with_padding(other.compact_scales()),
+            "amax_rowwise": t.amax,
+            "amax_columnwise": None if other is None else other.amax,
+            "with_gemm_swizzled_scales": False,
+            "row_scaled_nvfp4": is_row_scaled,
+            "nvfp4_use_4over6": t.e4m3_max == 256,
+            "nvfp4_e4m3_max": t.e4m3_max,
+        }
+
     def to_modelopt(self) -> dict[str, Tensor]:
         """The tensors of a ModelOpt checkpoint, by the ends of their names.
 
@@ -284,21 +379,25 @@ class Conventions:
         }
 
     def _plain(self, library: str) -> Self:
-        t = self
-        if t.offs is not None:
-            raise ValueError(f"offs: got {_checks.describe(t.offs)}, must be None for a {library} checkpoint")
-        if t.hadamard_signs is not None:
-            raise ValueError(
-                f"hadamard_signs: got {t.hadamard_signs:#x}, must be None for a {library} checkpoint"
-            )
-        if len(t.shape) != 2:
-            raise ValueError(
-                f"codes: shape is {tuple(t.codes.shape)}, must be (n, k/2) for {library}; "
-                "t[e] is one matrix of a stack"
-            )
+        t = self._one_matrix(f"a {library} checkpoint")
+        t._not_rotated(f"a {library} checkpoint")
         if t.amax.shape[0] != 1:
             raise ValueError(
                 f"amax: shape is {tuple(t.amax.shape)}, must be (1,) for a {library} checkpoint "
                 "(quantize with scaling='tensor')"
             )
         return t
+
+    def _one_matrix(self, place: str) -> Self:
+        if self.offs is not None:
+            raise ValueError(f"offs: got {_checks.describe(self.offs)}, must be None for {place}")
+        if len(self.shape) != 2:
+            raise ValueError(
+                f"codes: shape is {tuple(self.codes.shape)}, must be (n, k/2) for {place}; "
+                "t[e] is one matrix of a stack"
+            )
+        return self
+
+    def _not_rotated(self, place: str) -> None:
+        if self.hadamard_signs is not None:
+            raise ValueError(f"hadamard_signs: got {self.hadamard_signs:#x}, must be None for {place}")
