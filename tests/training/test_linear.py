@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import fp4gemm
 import pytest
@@ -14,7 +16,7 @@ from fp4gemm.training import Cast, cache
 from helpers import assert_bits
 from op_checks import compiled, ready
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from training_cases import RECIPES, explicit
 
 BF16 = torch.bfloat16
@@ -203,6 +205,27 @@ def test_checkpointed_equals_plain(name: str, use_reentrant: bool, device: torch
     plain = gradients(twice(block), x, block)
     saved = gradients(twice(lambda t: checkpoint(block, t, use_reentrant=use_reentrant)), x, block)
     assert_same(saved, plain)
+
+
+@pytest.mark.parametrize("name", ["nvidia", "te_per_token"])
+def test_selective_checkpointing_saves_the_products_that_it_names(name: str, device: torch.device) -> None:
+    """The policy sees the quantizers and the products one by one, and may choose between them."""
+    block = Block(name, device)
+    x = torch.randn(33, 64, device=device, dtype=BF16)
+    calls: list[str] = []
+
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        calls.append(op.name())
+        is_product = op is torch.ops.fp4gemm.gemm.default
+        return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def run(t: Tensor) -> Tensor:
+        contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+        return checkpoint(block, t, use_reentrant=False, context_fn=contexts)
+
+    assert_same(gradients(run, x, block), gradients(block, x, block))
+    assert calls.count("fp4gemm::gemm") == 2
+    assert any("quantize" in call for call in calls)
 
 
 def test_resumed_equals_uninterrupted(device: torch.device, tmp_path: Path) -> None:

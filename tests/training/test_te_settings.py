@@ -375,3 +375,10 @@ def test_every_preset_has_a_row_in_the_documentation() -> None:
     text = (DOCS / "training.md").read_text()
     table = text[text.index("| preset |") :].split("\n\n")[0]
     assert sorted(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == sorted(training.PRESETS)
+
+
+def test_the_tests_that_the_documentation_names_exist() -> None:
+    """In its list of TransformerEngine's tests and their counterparts."""
+    named = set(re.findall(r"`(tests/\w[\w/]*\.py)`", (DOCS / "interop.md").read_text()))
+    assert len(named) > 30
+    assert [name for name in sorted(named) if not (DOCS.parent / name).is_file()] == []
