@@ -42,14 +42,14 @@ FUNCTIONS |= {
     ),
     "training.resolve": (training.resolve, lambda: {"recipe": "nvidia"}),
     "training.linear": (
-        lambda x, weight, bias, recipe, state, cache: functional.linear(
-            x, weight, bias, recipe, state=state, cache=cache
+        lambda x, weight, bias, recipe, state, cache, use_main_grad: functional.linear(
+            x, weight, bias, recipe, state=state, cache=cache, use_main_grad=use_main_grad
         ),
-        lambda: {**DENSE, "state": STATE, "cache": None},
+        lambda: {**DENSE, "state": STATE, "cache": None, "use_main_grad": True},
     ),
     "training.grouped_linear": (
-        lambda x, weight, offs, bias, recipe, state, cache: functional.grouped_linear(
-            x, weight, offs, bias, recipe, state=state, cache=cache
+        lambda x, weight, offs, bias, recipe, state, cache, use_main_grad: functional.grouped_linear(
+            x, weight, offs, bias, recipe, state=state, cache=cache, use_main_grad=use_main_grad
         ),
         lambda: {
             **DENSE,
@@ -57,6 +57,7 @@ FUNCTIONS |= {
             "offs": ends(5, 5, TOKENS),
             "state": STATE,
             "cache": training.WeightCache(),
+            "use_main_grad": True,
         },
     ),
     "training.Linear": (
@@ -255,6 +256,7 @@ add(F, "cache", "type", dict, TYPE, "got {} (dict), must be an fp4gemm.training.
 add(
     F, "cache", "class", lambda: training.WeightCache, TYPE, "must be an fp4gemm.training.WeightCache or None"
 )
+add(F, "use_main_grad", "type", lambda: None, TYPE, "got None (NoneType), must be True or False")
 E = "training.grouped_linear"
 add(E, "x", "rank", lambda: ones(3, 11, IN), VALUE, "must have rank 2, (m, k)")
 add(E, "offs", "type", lambda: [5, 5, TOKENS], TYPE, "must be a torch.Tensor")

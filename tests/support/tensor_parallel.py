@@ -157,6 +157,33 @@ def mlp(rank: int, mesh: DeviceMesh, is_attached: bool) -> list[Tensor]:
     return [p.full_tensor() for p in model.state_dict().values()]
 
 
+def accumulated(rank: int, mesh: DeviceMesh, name: str, style: str, form: str) -> list[Tensor]:
+    """The gradients of two micro-batches, in weight.grad of float32 weights or in main_grad."""
+    torch.manual_seed(0)
+    module = training.Linear(IN, OUT, bias=False, dtype=torch.float32, recipe=RECIPES[name])
+    kind = getattr(training, f"Sequence{style}Parallel")
+    module = parallelize_module(module, mesh, kind(sequence_dim=0))
+    local = module.weight.to_local()
+    if form != "grad":
+        main = torch.zeros(local.shape)
+        is_dtensor = form == "DTensor"
+        module.weight.main_grad = (
+            DTensor.from_local(main, mesh, module.weight.placements) if is_dtensor else main
+        )
+    for seed in range(2):
+        gen = torch.Generator().manual_seed(seed)
+        x = torch.randn(BATCH * TOKENS, IN, generator=gen)
+        dy = torch.randn(BATCH * TOKENS, OUT, generator=gen)
+        dims = (0, -1) if style == "Colwise" else (-1, 0)
+        module(part(x, rank, dims[0])).backward(part(dy, rank, dims[1]))
+    if form == "grad":
+        return [module.weight.grad.to_local()]
+    if not module.weight.grad_added_to_main_grad or module.weight.grad.to_local().any():
+        raise RuntimeError("the gradient was not added to main_grad alone")
+    main = module.weight.main_grad
+    return [main.to_local() if isinstance(main, DTensor) else main]
+
+
 def penalty(module: torch.nn.Module, x: Tensor) -> None:
     """Differentiate dx by the weight, where dy is a constant."""
     x = x.detach().clone().requires_grad_()
@@ -199,8 +226,14 @@ def run(rank: int) -> dict[Any, Any]:
     results["stochastic"] = gradients(stochastic, values(1, 16, IN), values(1, 32, OUT // 2))
 
     results["penalty"] = message(lambda: penalty(module, x))
-    module.weight.main_grad = torch.zeros(1)
-    results["main_grad"] = message(lambda: module(x))
+    for name in ("te_per_token", "original", "bf16"):
+        for style in ("Colwise", "Rowwise"):
+            for form in ("grad", "tensor", "DTensor"):
+                results["accumulated", name, style, form] = accumulated(rank, mesh, name, style, form)
+    module.weight.main_grad = torch.zeros(OUT, IN)
+    results["main_grad of the whole"] = message(lambda: module(x))
+    module.weight.main_grad = DTensor.from_local(torch.zeros(OUT // 2, IN), mesh, [Shard(1)])
+    results["main_grad elsewhere"] = message(lambda: module(x))
     results["flat"] = message(lambda: stochastic(x))
     row = parallelize_module(
         layer(RECIPES["rowwise"]), mesh, training.SequenceRowwiseParallel(sequence_dim=0)

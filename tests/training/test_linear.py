@@ -141,6 +141,19 @@ def test_main_grad_adds_micro_batches(name: str, m: int, device: torch.device, g
     assert_bits(weight.main_grad, want)
 
 
+@pytest.mark.parametrize("name", ["te_per_token", "bf16"])
+def test_main_grad_that_is_not_used(name: str, device: torch.device, gen: torch.Generator) -> None:
+    linear = layer(name, device, bias=False)
+    x, dy = (torch.randn(64, n, generator=gen).to(device, BF16) for n in (64, 96))
+    linear(x).backward(dy)
+    want, linear.weight.grad = linear.weight.grad, None
+    linear.weight.main_grad = torch.zeros(96, 64, device=device)
+    training.functional.linear(x, linear.weight, None, name, use_main_grad=False).backward(dy)
+    assert_bits(linear.weight.grad, want)
+    assert not linear.weight.main_grad.any()
+    assert not hasattr(linear.weight, "grad_added_to_main_grad")
+
+
 @pytest.mark.parametrize("m", [64, 33, 0])
 def test_main_grad_may_lie_anywhere(m: int, device: torch.device, gen: torch.Generator) -> None:
     """In a buffer of all parameters at an address that is not aligned, or transposed: the same bits."""

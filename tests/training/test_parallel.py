@@ -53,6 +53,19 @@ def test_scattered_tokens_are_sums_of_the_ranks_products(ranks: list[dict[Any, A
         assert_equal(*results["rowwise", case])
 
 
+@pytest.mark.parametrize("form", ["tensor", "DTensor"])
+@pytest.mark.parametrize("style", ["Colwise", "Rowwise"])
+@pytest.mark.parametrize("recipe", ["te_per_token", "original", "bf16"])
+def test_main_grad_takes_the_gradients_of_a_shard(
+    ranks: list[dict[Any, Any]], recipe: str, style: str, form: str
+) -> None:
+    """Of float32 weights the sums have the bits of weight.grad."""
+    for results in ranks:
+        main, grad = (results["accumulated", recipe, style, which] for which in (form, "grad"))
+        assert_equal(main, grad)
+        assert main[0].any()
+
+
 def test_codes_scales_and_amaxes_travel(ranks: list[dict[Any, Any]]) -> None:
     gather, scatter = "all_gather", ("reduce_scatter", 2 * 2 * ROWS * IN)
     original = (gather, ROWS * IN * 2)
@@ -103,7 +116,8 @@ def test_cached_weights_follow_the_optimizer(ranks: list[dict[Any, Any]]) -> Non
             "penalty",
             "NotImplementedError: a gradient of fp4gemm.training is differentiated again; only first",
         ),
-        ("main_grad", "NotImplementedError: weight.main_grad: is set, must not be with tensor parallelism"),
+        ("main_grad of the whole", "ValueError: weight.main_grad: shape is (128, 64), must be (64, 64)"),
+        ("main_grad elsewhere", "ValueError: weight.main_grad: placements are (Shard(dim=1),), must be"),
         (
             "flat",
             "ValueError: x: shape is (64, 64), must have more than 2 dimensions, since sequence_dim is 1",

@@ -16,7 +16,7 @@ from ..training import functional
 from ..training._step import QuantizedInput
 from ..training.linear import GroupedLinear
 from ..training.moe import MoE
-from ..training.parallel import ShardCache
+from ..training.parallel import ShardCache, local_shard
 from .expert_parallel import ExpertParallel
 
 __all__ = ["ParallelExperts"]
@@ -27,11 +27,9 @@ class _ShardedGroupedLinear(GroupedLinear):
 
     def forward(self, x: Tensor | QuantizedInput, offs: Tensor | None = None) -> Tensor:
         weight = cast(DTensor, self.weight)
-        if getattr(weight, "main_grad", None) is not None:
-            raise NotImplementedError("weight.main_grad: is set, must not be with DTensor weights")
         bias = None if self.bias is None else cast(DTensor, self.bias).to_local()
         cache = None if self.cache is None else ShardCache(self.cache, weight)
-        return functional.grouped_linear(x, weight.to_local(), offs, bias, self._recipe, cache=cache)
+        return functional.grouped_linear(x, local_shard(weight), offs, bias, self._recipe, cache=cache)
 
 
 class ParallelExperts(ParallelStyle):

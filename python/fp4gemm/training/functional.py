@@ -39,6 +39,7 @@ def linear(
     *,
     state: Tensor | None = None,
     cache: _copies.Cache | None = None,
+    use_main_grad: bool = True,
 ) -> Tensor:
     """y = x W^T + bias with the products of a recipe, forward and backward.
 
@@ -64,6 +65,8 @@ def linear(
             checked with every recipe, and read with one that rounds stochastically.
         cache: a WeightCache, which keeps the copies of the weight from call to call; None makes them in each
             pass.
+        use_main_grad: whether dW is added to weight.main_grad; False leaves it to autograd, which returns it
+            in the dtype of the weight, as without the attribute.
 
     Returns:
         (..., n) of the dtype of x. Does not synchronise.
@@ -77,7 +80,7 @@ def linear(
     x, shared = _taken(x, weight, bias, 2, recipe, state, cache)
     if shared is not None and shared.offs is not None:
         raise ValueError("x: was quantized with offs, must be quantized without groups for a dense layer")
-    main_grad = _main_grad(weight)
+    main_grad = main_grad_of(weight, use_main_grad)
     if recipe.is_plain and main_grad is None:
         return torch.nn.functional.linear(x, weight, bias)
     if shared is None:
@@ -95,6 +98,7 @@ def grouped_linear(
     *,
     state: Tensor | None = None,
     cache: _copies.Cache | None = None,
+    use_main_grad: bool = True,
 ) -> Tensor:
     """y[e] = x[e] W[e]^T + bias[e] for the rows offs[e - 1] .. offs[e] - 1 of x, the tokens of expert e.
 
@@ -110,7 +114,7 @@ def grouped_linear(
             refuses ends that descend or lie outside of 0..m; a GPU does not read them here. Of a quantized
             x the tensor that it was quantized with, or None.
         bias: (g, n), or None.
-        recipe, state, cache: as for :func:`linear`; matrix e of W adds 2e to the offset.
+        recipe, state, cache, use_main_grad: as for :func:`linear`; matrix e of W adds 2e to the offset.
 
     Returns:
         (m, n) of the dtype of x. Does not synchronise on a GPU.
@@ -129,7 +133,7 @@ def grouped_linear(
     _checks.has_shape("offs", offs, (weight.shape[0],), ", an end for each matrix of weight")
     if offs.device.type == "cpu" and _checks.has_memory(offs):
         _checks.ascending(offs, x.shape[0], "the rows of x")
-    return _apply(recipe, x, weight, bias, state, cache, _main_grad(weight), shared, offs)
+    return _apply(recipe, x, weight, bias, state, cache, main_grad_of(weight, use_main_grad), shared, offs)
 
 
 # ---- from the arguments to a step
@@ -216,13 +220,20 @@ class _Product(torch.autograd.Function):
                 dx = dx.view(*shape[:-1], dx.shape[1])
             db = step.bias_gradient(dy)
             if plan.needs[1] and dw is None:
-                # Zero in place of None, so that hooks on the parameter run, as Megatron-LM's need to.
-                if not torch.compiler.is_compiling():
-                    ctx.weight.grad_added_to_main_grad = True
-                dw = ctx.weight.new_zeros(()).expand(ctx.weight.shape)
+                dw = added(ctx.weight)
         if is_recording:
             dx, dw, db = first_only((dx, dw, db), given, ctx.weight)
         return None, dx, dw, db
+
+
+def added(weight: Tensor) -> Tensor:
+    """The gradient that autograd sees of a weight whose dW was added to its main_grad, which it says.
+
+    It is zero and not None, so that hooks on the parameter run, as Megatron-LM's need to.
+    """
+    if not torch.compiler.is_compiling():
+        weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+    return weight.new_zeros(()).expand(weight.shape)
 
 
 # ---- checks of arguments
@@ -281,8 +292,11 @@ def _is_cache(value: object) -> None:
         )
 
 
-def _main_grad(weight: Tensor) -> Tensor | None:
-    """weight.main_grad after checks, or None where the weight has none."""
+def main_grad_of(weight: Tensor, is_used: object) -> Tensor | None:
+    """weight.main_grad after checks, or None where the weight has none or it is not to be used."""
+    if is_used is not True:
+        _checks.is_bool("use_main_grad", is_used)
+        return None
     value = getattr(weight, "main_grad", None)
     if value is None:
         return None

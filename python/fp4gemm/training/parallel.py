@@ -9,6 +9,7 @@ torch.distributed's, in the forward pass and in the backward pass.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple, cast
@@ -89,6 +90,31 @@ class ShardCache:
         return self._cache.get(self._shard, make, variant)
 
 
+def local_shard(weight: DTensor) -> Tensor:
+    """This rank's shard of a weight, with the main_grad of the weight if it has one.
+
+    A main_grad is a tensor of the shape of the shard, or a DTensor with the placements of the weight.
+    """
+    local: Tensor = weight.to_local()
+    main_grad = getattr(weight, "main_grad", None)
+    if main_grad is None or not local.requires_grad:
+        return local
+    if isinstance(main_grad, DTensor):
+        if main_grad.placements != weight.placements:
+            raise ValueError(
+                f"weight.main_grad: placements are {main_grad.placements}, must be {weight.placements}, as "
+                "those of the weight"
+            )
+        main_grad = main_grad.to_local()
+    local.main_grad = main_grad  # type: ignore[attr-defined]
+    local.register_hook(functools.partial(_mark_added, weight))
+    return local
+
+
+def _mark_added(weight: Tensor, _: Tensor) -> None:
+    weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+
+
 class _ShardedLinear(Linear):
     """A training.Linear whose parameters are DTensors; the class of a layer that a style was applied to."""
 
@@ -120,10 +146,7 @@ class _ShardedLinear(Linear):
     def _shard(self) -> tuple[Tensor, _copies.Cache | None]:
         """The local weight, and the cache of its copies."""
         weight = cast(DTensor, self.weight)
-        if getattr(weight, "main_grad", None) is not None:
-            raise NotImplementedError("weight.main_grad: is set, must not be with tensor parallelism")
-        local: Tensor = weight.to_local()
-        return local, None if self.cache is None else ShardCache(self.cache, weight)
+        return local_shard(weight), None if self.cache is None else ShardCache(self.cache, weight)
 
 
 class _ColwiseLinear(_ShardedLinear):
@@ -190,7 +213,8 @@ class SequenceColwiseParallel(ColwiseParallel):
 
     A recipe whose forward pass does not quantize x gathers x in its own dtype. With row scaling y and dW are
     those of one process bit for bit, unless a cast is stochastic; with tensor scaling the amaxes of W_r and
-    dy_r are those of the shards. ``weight`` and ``bias`` become DTensors with the placement Shard(0).
+    dy_r are those of the shards. ``weight`` and ``bias`` become DTensors with the placement Shard(0), and
+    ``weight.main_grad`` may be a DTensor like the weight, or this rank's shard of one.
 
     Args:
         sequence_dim: the dimension of x along which its tokens are sharded, in equal parts.
@@ -198,8 +222,8 @@ class SequenceColwiseParallel(ColwiseParallel):
     Raises:
         TypeError: sequence_dim is no int; the module is no :class:`Linear`. ValueError: sequence_dim is
             negative, the mesh has more than one dimension, the weight is a DTensor already, or out_features
-            is no multiple of 32 for each rank. In a forward pass ValueError for an x of too few dimensions,
-            and NotImplementedError for a weight with main_grad.
+            is no multiple of 32 for each rank. In a forward pass TypeError or ValueError for an x of too few
+            dimensions, and for a weight.main_grad that is not float32 of the shape of the rank's shard.
     """
 
     def __init__(self, *, sequence_dim: int = 1) -> None:
@@ -431,6 +455,8 @@ class _GatheredProduct(torch.autograd.Function):
             if step.plan.needs[1]:
                 x_t = _gathered_input(step, dy.dtype, ctx.own_shape, sharding)
                 dw = step.weight_gradient(dy, dy_t, x_t)
+                if dw is None:
+                    dw = functional.added(ctx.weight)
             db = step.bias_gradient(dy)
         if is_recording:
             dx, dw, db = first_only((dx, dw, db), given, ctx.weight)
@@ -457,17 +483,19 @@ def gathered_linear(
     recipe: Recipe,
     cache: _copies.Cache | None,
     sharding: Sharding,
+    use_main_grad: bool = True,
 ) -> Tensor:
     """linear(gathered x, weight, bias) with x gathered in NVFP4 if the recipe quantizes it."""
     check_arguments(x, weight, bias, 2, recipe.is_plain)
     x = autocast(x)
     if recipe.x is None:
         gathered = _Gather.apply(x, sharding)
-        return functional.linear(gathered, weight, bias, recipe, cache=cache)
+        return functional.linear(gathered, weight, bias, recipe, cache=cache, use_main_grad=use_main_grad)
+    main_grad = functional.main_grad_of(weight, use_main_grad)
     follows = recipe.x_t == DEQUANTIZED or (isinstance(recipe.x_t, Cast) and recipe.x_t.source == "rowwise")
     if not follows and not _is_cast_by_ranks(recipe, x.shape, sharding):
         recipe = recipe.replace(save_input="original")
     with without_autocast(x):
-        step = _step.begun(recipe, x, weight, bias, None, cache, ranks=sharding.ranks)
+        step = _step.begun(recipe, x, weight, bias, None, cache, main_grad, ranks=sharding.ranks)
         y: Tensor = _GatheredProduct.apply(step, sharding, x, weight, bias)
     return y
