@@ -258,6 +258,28 @@ add(
 )
 add(F, "use_main_grad", "type", lambda: None, TYPE, "got None (NoneType), must be True or False")
 E = "training.grouped_linear"
+add(E, "weight", "list-empty", list, TYPE, "got [] (list), must be a torch.Tensor (g, n, k) or a list of g")
+add(E, "weight", "list-type", lambda: [None] * G, TYPE, "got None (NoneType), must be", "weight[0]")
+add(E, "weight", "list-rank", lambda: [ones(IN)] * G, VALUE, "must have rank 2, (n, k)", "weight[0]")
+add(
+    E,
+    "weight",
+    "list-shape",
+    lambda: [ones(OUT, IN), ones(OUT, 32), ones(OUT, IN)],
+    VALUE,
+    "shape is (32, 32), must be (32, 64), the shape of weight[0]",
+    "weight[1]",
+)
+add(
+    E,
+    "weight",
+    "list-dtype",
+    lambda: [ones(OUT, IN), ones(OUT, IN).half(), ones(OUT, IN)],
+    TYPE,
+    "dtype is torch.float16, must be",
+    "weight[1]",
+)
+add(E, "weight", "list-n", lambda: [ones(24, IN)] * G, VALUE, "n (out_features) is 24, must be a positive")
 add(E, "x", "rank", lambda: ones(3, 11, IN), VALUE, "must have rank 2, (m, k)")
 add(E, "offs", "type", lambda: [5, 5, TOKENS], TYPE, "must be a torch.Tensor")
 add(E, "offs", "dtype", lambda: ends(5, 5, TOKENS).float(), TYPE, "dtype is torch.float32")

@@ -131,6 +131,16 @@ def test_a_change_is_seen_and_addresses_stay(weight: torch.nn.Parameter, change:
     assert [part.data_ptr() for part in second] == addresses
 
 
+def test_every_optimizer_of_the_process_is_attached(weight: torch.nn.Parameter) -> None:
+    attach()
+    cache, casts = WeightCache(), Casts(weight)
+    cache.get(weight, casts)
+    optimizer_step(weight)
+    assert is_fresh(cache.get(weight, casts), weight)
+    assert cache.get(weight, casts) is cache.get(weight, casts)
+    assert casts.count == 2
+
+
 def test_a_second_optimizer_marks_too(weight: torch.nn.Parameter) -> None:
     cache, casts = WeightCache(), Casts(weight)
     other = DataSGD([weight])
@@ -228,7 +238,8 @@ def test_a_copy_of_the_cache_is_empty(weight: torch.nn.Parameter, copied: Any) -
 
 
 def test_attach_refuses_what_is_no_optimizer() -> None:
-    with pytest.raises(TypeError, match=r"optimizer: got .*, must be a torch.optim.Optimizer; .*mark_step"):
+    wanted = r"optimizer: got .*, must be a torch.optim.Optimizer or None; .*mark_step"
+    with pytest.raises(TypeError, match=wanted):
         attach("adam")  # type: ignore[arg-type]
 
 

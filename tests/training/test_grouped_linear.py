@@ -165,6 +165,124 @@ def test_main_grad(name: str, device: torch.device, gen: torch.Generator) -> Non
     assert_bits(layer.weight.main_grad, want)
 
 
+# ---- each matrix of the weight is a parameter of its own
+
+
+def split(weight: Tensor) -> list[torch.nn.Parameter]:
+    return [torch.nn.Parameter(matrix.clone()) for matrix in weight]
+
+
+@pytest.mark.parametrize("has_main_grad", [False, True], ids=["grad", "main_grad"])
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_list_of_weights_is_a_stack(
+    name: str, has_main_grad: bool, device: torch.device, gen: torch.Generator
+) -> None:
+    x, dy, weight = tensors(gen, device)
+    state, recipe = torch.tensor([7, 11], device=device), RECIPES[name]
+    stack, matrices = torch.nn.Parameter(weight.clone()), split(weight)
+    if has_main_grad:
+        stack.main_grad = torch.randn(G, N, K, generator=gen).to(device)
+        for matrix, start in zip(matrices, stack.main_grad, strict=True):
+            matrix.main_grad = start.clone()
+    found = []
+    for each in (stack, matrices):
+        own = x.clone().requires_grad_()
+        y = training.functional.grouped_linear(own, each, ends(device), None, recipe, state=state)
+        y.backward(dy)
+        found.append((y.detach(), own.grad))
+    for got, want in zip(found[1], found[0], strict=True):
+        assert_bits(got, want)
+    if has_main_grad:
+        assert_bits(torch.stack([matrix.main_grad for matrix in matrices]), stack.main_grad)
+        assert all(matrix.grad_added_to_main_grad and not matrix.grad.any() for matrix in matrices)
+    else:
+        assert_bits(torch.stack([matrix.grad for matrix in matrices]), stack.grad)
+
+
+@pytest.mark.parametrize("name", ["te_per_token", "bf16_backward", "bf16"])
+def test_a_list_is_saved_as_its_parameters(name: str, device: torch.device, gen: torch.Generator) -> None:
+    x, dy, weight = tensors(gen, device)
+    matrices, saved = split(weight), []
+
+    def pack(t: Tensor) -> Tensor:
+        saved.append(t)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        y = training.functional.grouped_linear(x.requires_grad_(), matrices, ends(device), None, name)
+    assert all(any(t.data_ptr() == matrix.data_ptr() for t in saved) for matrix in matrices)
+    assert not any(t.is_floating_point() and t.shape[-2:] == (N, K) and t.dim() == 3 for t in saved)
+    y.backward(dy)
+    assert all(matrix.grad.any() == (e != 1) for e, matrix in enumerate(matrices))
+
+
+@pytest.mark.parametrize("has_main_grad", [False, True], ids=["grad", "main_grad"])
+def test_frozen_matrices_have_no_gradient(
+    has_main_grad: bool, device: torch.device, gen: torch.Generator
+) -> None:
+    x, dy, weight = tensors(gen, device)
+    matrices = split(weight)
+    for e, matrix in enumerate(matrices):
+        matrix.requires_grad_(e != 2)
+        if has_main_grad and e != 2:
+            matrix.main_grad = torch.zeros(N, K, device=device)
+    training.functional.grouped_linear(x, matrices, ends(device), None, "te_per_token").backward(dy)
+    assert matrices[2].grad is None
+    for e in (0, 3):
+        assert (matrices[e].main_grad if has_main_grad else matrices[e].grad).any()
+
+
+@pytest.mark.parametrize("changed", range(G))
+def test_cached_copies_follow_each_matrix(changed: int, device: torch.device, gen: torch.Generator) -> None:
+    x, _, weight = tensors(gen, device)
+    matrices, cache = split(weight), training.WeightCache()
+
+    def result() -> Tensor:
+        made: Tensor = training.functional.grouped_linear(
+            x, matrices, ends(device), None, "te_per_token", cache=cache
+        )
+        return made
+
+    training.mark_step()
+    before = result()
+    assert cache.nbytes > 0
+    assert_bits(result(), before)
+    with torch.no_grad():
+        matrices[changed].mul_(-1)
+    after = result()
+    stack = torch.stack([matrix.detach() for matrix in matrices])
+    assert_bits(after, training.functional.grouped_linear(x, stack, ends(device), None, "te_per_token"))
+
+
+def test_a_compiled_list_of_weights(device: torch.device, gen: torch.Generator) -> None:
+    x, dy, weight = tensors(gen, device)
+
+    def forward(x: Tensor, *matrices: Tensor) -> Tensor:
+        made: Tensor = training.functional.grouped_linear(
+            x, list(matrices), ends(device), None, "te_per_token"
+        )
+        return made
+
+    found = []
+    for call in (forward, compiled(forward, ready("aot_eager"))):
+        matrices, own = split(weight), x.clone().requires_grad_()
+        call(own, *matrices).backward(dy)
+        found.append([own.grad, *(matrix.grad for matrix in matrices)])
+    for got, want in zip(found[1], found[0], strict=True):
+        assert_bits(got, want)
+
+
+def test_one_main_grad_that_is_missing_is_named(device: torch.device, gen: torch.Generator) -> None:
+    x, _, weight = tensors(gen, device)
+    matrices = split(weight)
+    matrices[0].main_grad = torch.zeros(N, K, device=device)
+    with pytest.raises(ValueError, match=r"weight\[1\]\.main_grad: is missing, must exist as that of"):
+        training.functional.grouped_linear(x, matrices, ends(device))
+    matrices[1].main_grad = torch.zeros(N, device=device)
+    with pytest.raises(ValueError, match=r"weight\[1\]\.main_grad: shape is \(96,\), must be \(96, 64\)"):
+        training.functional.grouped_linear(x, matrices, ends(device))
+
+
 def test_is_torch_for_each_expert(device: torch.device, gen: torch.Generator) -> None:
     """A recipe of None is torch's Linear for each expert."""
     layer = training.GroupedLinear(G, K, N, True, recipe="bf16", device=device, dtype=BF16)

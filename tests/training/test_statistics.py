@@ -270,6 +270,38 @@ def test_names_of_stacked_experts(device: torch.device) -> None:
     assert all(one["x"].elements for one in found.values())
 
 
+class Separate(training.GroupedLinear):
+    """Experts whose weights are parameters of their own, as those of Megatron-Core: weight0, weight1, ..."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        super().__init__(*args, **kwargs)
+        matrices = self.weight.detach().unbind()
+        del self.weight
+        for i, matrix in enumerate(matrices):
+            self.register_parameter(f"weight{i}", torch.nn.Parameter(matrix.clone()))
+
+    def forward(self, x: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+        weights = [getattr(self, f"weight{i}") for i in range(3)]
+        return training.functional.grouped_linear(x, weights, offs, None, self.recipe)
+
+
+def test_weights_of_experts_by_themselves(device: torch.device, gen: torch.Generator) -> None:
+    """They have the statistics of a stack, under the name of the layer."""
+    x, _, dy = tensors(77, gen, device)
+    offs = torch.tensor(ENDS, dtype=torch.int32, device=device)
+    found = []
+    for kind in (training.GroupedLinear, Separate):
+        torch.manual_seed(3)
+        layer = kind(3, 64, 96, bias=False, recipe="te_per_token", device=device, dtype=torch.bfloat16)
+        statistics = record_statistics(layer)
+        with statistics:
+            layer(x.detach().requires_grad_(), offs).backward(dy)
+        found.append(statistics.read())
+    assert list(found[0]) == [""]
+    assert found[0][""]["w"].elements == 3 * 96 * 64
+    assert found[0] == found[1]
+
+
 def test_a_weight_that_was_gathered(gen: torch.Generator) -> None:
     """FSDP2 gathers its codes; x and dy have statistics as in other layers."""
     layer = training.Linear(64, 96, bias=False, recipe="nvidia_no_sr", dtype=torch.bfloat16)

@@ -47,6 +47,7 @@ __all__ = [
     "Cache",
     "Copy",
     "Parts",
+    "Weight",
     "along",
     "are_converted",
     "both",
@@ -56,11 +57,13 @@ __all__ = [
     "kept_copies",
     "keywords",
     "not_cast",
+    "parameters_of",
     "parts_of",
     "rebuilt",
     "stream",
     "weight_copies",
     "weight_rows",
+    "whole",
 ]
 
 Copy = NVFP4Tensor | DecodedTensor | PrepackedTensor
@@ -301,15 +304,30 @@ def not_cast(parts: Parts) -> Tensor:
 # ---- weights
 
 
+# A weight (n, k), a stack (g, n, k), or the g matrices (n, k) of a stack, each a parameter of its own. Such
+# matrices are copied into a stack wherever its values are read, and not saved as one.
+Weight = Tensor | tuple[Tensor, ...]
+
+
+def whole(weight: Weight) -> Tensor:
+    """The weight as one tensor: itself, or a stack that is made of its matrices."""
+    return torch.stack(weight) if isinstance(weight, tuple) else weight
+
+
+def parameters_of(weight: Weight) -> tuple[Tensor, ...]:
+    """Every parameter of the weight."""
+    return weight if isinstance(weight, tuple) else (weight,)
+
+
 class Cache(Protocol):
     """An object that keeps the copies of a weight from one call to the next, such as :class:`WeightCache`."""
 
-    def keeps(self, weight: Tensor) -> bool:
+    def keeps(self, weight: Any) -> bool:
         """Whether copies of this weight would be kept now; if not, each pass makes those that it needs."""
         ...
 
     def get(
-        self, weight: Tensor, make: Callable[[], tuple[Tensor, ...]], variant: Hashable = None
+        self, weight: Any, make: Callable[[], tuple[Tensor, ...]], variant: Hashable = None
     ) -> tuple[Tensor, ...]:
         """Return the result of ``make()`` for this weight and variant, of an earlier call or of one now."""
         ...
@@ -327,7 +345,7 @@ def weight_rows(weight: Tensor, recipe: Recipe, amax: Tensor | None) -> NVFP4Ten
 
 
 def weight_copies(
-    weight: Tensor, recipe: Recipe, state: Tensor | None, needs_w: bool, needs_w_t: bool
+    weight: Weight, recipe: Recipe, state: Tensor | None, needs_w: bool, needs_w_t: bool
 ) -> tuple[Parts, Parts]:
     """The tensors of the copies w (n, k) and w_t (k, n), or of stacks; NO_PARTS for one that is not needed.
 
@@ -336,10 +354,12 @@ def weight_copies(
     if isinstance(weight, GatheredWeight):
         return _gathered_copies(weight.quantized(), recipe, state, needs_w_t)
     needs_w = needs_w or not isinstance(recipe.w_t, Cast) or recipe.w_t.source == "rowwise"
+    of_rows, of_columns = recipe.w if needs_w else None, recipe.w_t if needs_w_t else None
+    if not isinstance(of_rows, Cast) and not isinstance(of_columns, Cast):
+        return NO_PARTS, NO_PARTS
     with torch.no_grad():
-        return _of_values(
-            weight.detach(), recipe.w if needs_w else None, recipe.w_t if needs_w_t else None, recipe, state
-        )
+        values = torch.stack(weight) if isinstance(weight, tuple) else weight.detach()
+        return _of_values(values, of_rows, of_columns, recipe, state)
 
 
 def _of_values(
@@ -375,15 +395,15 @@ def _gathered_copies(
     return parts_of(w), w_t
 
 
-def is_kept(weight: Tensor, recipe: Recipe, cache: Cache) -> bool:
+def is_kept(weight: Weight, recipe: Recipe, cache: Cache) -> bool:
     """Whether the copies of a weight come from the cache: the recipe has some, and the cache keeps them."""
     has_copies = isinstance(recipe.w, Cast) or isinstance(recipe.w_t, Cast)
     return recipe.cache_weight and has_copies and cache.keeps(weight)
 
 
-def kept_copies(weight: Tensor, recipe: Recipe, state: Tensor | None, cache: Cache) -> tuple[Parts, Parts]:
+def kept_copies(weight: Weight, recipe: Recipe, state: Tensor | None, cache: Cache) -> tuple[Parts, Parts]:
     """Both copies of a weight, from the cache: those that the recipe has, prepacked if kernels read that."""
-    is_converted = are_converted(weight)
+    is_converted = are_converted(weight[0] if isinstance(weight, tuple) else weight)
     # The values of a copy that the backward pass dequantizes come from its codes.
     of_w = recipe.w if is_converted and recipe.w_t != DEQUANTIZED else None
     of_w_t = recipe.w_t if is_converted else None

@@ -36,10 +36,19 @@ from ..ops import operators
 from ..ops.gemm import GemmCall
 from ..reference.epilogue import ALPHA, ALPHA_UNQUANTIZED
 from . import _copies
-from ._copies import NO_PARTS, OF_DY, OF_W, OF_X, Parts
+from ._copies import NO_PARTS, OF_DY, OF_W, OF_X, Parts, Weight, parameters_of, whole
 from .recipe import DEQUANTIZED, Cast, Operand, Recipe
 
-__all__ = ["Plan", "QuantizedInput", "Step", "begun", "difference", "restored", "unsafe_view"]
+__all__ = [
+    "MainGrad",
+    "Plan",
+    "QuantizedInput",
+    "Step",
+    "begun",
+    "difference",
+    "restored",
+    "unsafe_view",
+]
 
 TRAIN_FORWARD = operators.below_wrapper(operators.train_forward)
 TRAIN_BACKWARD = operators.below_wrapper(operators.train_backward)
@@ -49,6 +58,8 @@ _RULES = selection.RULES
 _FORMATS = {torch.uint8: "nvfp4", torch.float16: "fp16", torch.bfloat16: "bf16"}  # of left operands
 _UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 _is_compiling = torch.compiler.is_compiling
+# The main_grad of a weight, or of each of its matrices: None of one that is frozen.
+MainGrad = Tensor | tuple[Tensor | None, ...] | None
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -80,7 +91,7 @@ class QuantizedInput:
             f"device={str(self.x.device)!r}, offs={self.offs is not None})"
         )
 
-    def _checked(self, recipe: Recipe, weight: Tensor) -> None:
+    def _checked(self, recipe: Recipe, weight: Weight) -> None:
         """Check that these copies are those that a layer with this recipe would make of x."""
         field = difference(self.recipe, recipe)
         if field:
@@ -89,7 +100,7 @@ class QuantizedInput:
                 f"x: was quantized by a recipe whose {field} is {own}, must be {theirs}, as in the recipe of "
                 "the layer"
             )
-        is_wanted = torch.is_grad_enabled() and isinstance(weight, Tensor) and weight.requires_grad
+        is_wanted = torch.is_grad_enabled() and any(w.requires_grad for w in parameters_of(weight))
         is_saved = recipe.save_input == "quantized" and isinstance(recipe.x_t, Cast)
         if is_wanted and is_saved and self._copy_t.codes is None:
             raise ValueError(
@@ -144,6 +155,7 @@ class Plan(NamedTuple):
     is_grouped: bool
     is_kept: bool  # a cache keeps the copies of the weight, which are saved for dgrad in place of the weight
     is_shared: bool  # quantize_input made the copies of x
+    is_list: bool  # each matrix of the weight is a parameter of its own
     is_converted: bool  # whether left operands are decoded: :func:`_copies.are_converted`
     x_dtype: torch.dtype
     weight_dtype: torch.dtype
@@ -163,9 +175,9 @@ class Step(NamedTuple):
     x_t: Parts  # the copy of a shared input for wgrad; in the backward pass what was saved of x
     values: Tensor | None  # a shared input in autocast's dtype, where x has another one
     of_x: Tensor | None  # the random state of a shared input
-    main_grad: Tensor | None  # float32 of the shape of W, to which dW is added
+    main_grad: MainGrad  # float32 of the shape of W, to which dW is added
 
-    def output(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Parts]:
+    def output(self, x: Tensor, weight: Weight, bias: Tensor | None) -> tuple[Tensor, Parts]:
         """y (..., n) of x (..., k), and what of x is saved for wgrad: its copy, or x itself as codes."""
         x = x if self.values is None else self.values
         shape = x.shape
@@ -183,7 +195,7 @@ class Step(NamedTuple):
                 y, saved = explained(place, error, self._output_by_parts, x, weight, bias)
         return unsafe_view(y, (*shape[:-1], y.shape[1])), saved
 
-    def _output_by_parts(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Parts]:
+    def _output_by_parts(self, x: Tensor, weight: Weight, bias: Tensor | None) -> tuple[Tensor, Parts]:
         """The results of output() for x (m, k), by the quantizers and the product one by one."""
         recipe, needs_dw, offs = self.plan.recipe, self.plan.needs[1], self._offs()
         rows = _checks.readable_rows(x)
@@ -195,7 +207,8 @@ class Step(NamedTuple):
             decoded = (recipe.x_t != DEQUANTIZED and self.plan.is_converted, False)
             x_q, x_t = _copies.both(rows, recipe.x, wanted, recipe, of_x, offs, self.ends, decoded)
         if recipe.w is None:
-            y = _torch_fprop(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype), offs)
+            values = (torch.stack(weight) if isinstance(weight, tuple) else weight).to(x.dtype)
+            y = _torch_fprop(x, values, None if bias is None else bias.to(x.dtype), offs)
         else:
             y = self.product(Parts(rows.contiguous()) if recipe.x is None else x_q, bias, x.dtype)
             if offs is not None:
@@ -213,17 +226,18 @@ class Step(NamedTuple):
         recipe, shape = self.plan.recipe, self.plan.weight_shape
         return multiply(x, recipe.x, self.w, recipe.w, dtype, self._offs(), shape, bias)
 
-    def save(self, ctx: Any, weight: Tensor, x: Parts) -> None:
+    def save(self, ctx: Any, weight: Weight, x: Parts) -> None:
         """Save the weight or its copies, what output() returned of x, and the plan for :func:`restored`."""
         plan, keeps = self.plan, self.plan.is_kept and self.plan.recipe.w_t is not None
         # Held in any case, to refuse second derivatives: dx depends on it even where it was not saved.
         is_held = self.main_grad is not None or (plan.needs[1] and not _is_compiling())
         ctx.plan, ctx.main_grad, ctx.weight = plan, self.main_grad, weight if is_held else None
         w, w_t = (self.w, self.w_t) if keeps and plan.needs[0] else (NO_PARTS, NO_PARTS)
-        whole = weight if plan.needs[0] and not keeps else None
-        ctx.save_for_backward(*x, *w, *w_t, whole, self.ends, self.state, self.of_x)
+        parameters = weight if isinstance(weight, tuple) else (weight,)
+        saved = parameters if plan.needs[0] and not keeps else ()
+        ctx.save_for_backward(*x, *w, *w_t, self.ends, self.state, self.of_x, *saved)
 
-    def gradients(self, dy: Tensor, weight: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    def gradients(self, dy: Tensor, weight: Weight | None) -> tuple[Tensor | None, Tensor | None]:
         """dx (m, k) and dW, each None where it is not needed; dW also after it was added to main_grad.
 
         dy (m, n) is contiguous.
@@ -237,7 +251,7 @@ class Step(NamedTuple):
             return explained("fp4gemm.training: backward", error, self._gradients_by_parts, dy, weight)
         return dx, dw
 
-    def _gradients_by_parts(self, dy: Tensor, weight: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    def _gradients_by_parts(self, dy: Tensor, weight: Weight | None) -> tuple[Tensor | None, Tensor | None]:
         """The results of gradients(), by the quantizers and the products one by one."""
         needs_dx, needs_dw, _ = self.plan.needs
         dy_q, dy_t = self.copies_of_gradient(dy)
@@ -253,7 +267,7 @@ class Step(NamedTuple):
         rows = _checks.readable_rows(dy)
         return _copies.both(rows, first, second, recipe, of_dy, self._offs(), self.ends, decoded)
 
-    def input_gradient(self, dy: Tensor, dy_q: Parts, weight: Tensor | None) -> Tensor:
+    def input_gradient(self, dy: Tensor, dy_q: Parts, weight: Weight | None) -> Tensor:
         """dx = dy W, (m, k), of the dtype of dy."""
         recipe, shape, offs = self.plan.recipe, self.plan.weight_shape, self._offs()
         if recipe.w_t == DEQUANTIZED:
@@ -262,7 +276,7 @@ class Step(NamedTuple):
         if recipe.w_t is None:
             if weight is None:
                 raise RuntimeError("the weight that the backward pass needs was not saved")
-            return _torch_dgrad(dy, weight.to(dy.dtype), offs)
+            return _torch_dgrad(dy, whole(weight).to(dy.dtype), offs)
         transposed = None if shape is None else torch.Size((*shape[:-2], shape[-1], shape[-2]))
         dx = multiply(dy_q, recipe.dy, self.w_t, recipe.w_t, dy.dtype, offs, transposed)
         if offs is not None:
@@ -287,18 +301,18 @@ class Step(NamedTuple):
             dw = _torch_wgrad(dy, _copies.not_cast(x_t), self._offs())
             if main_grad is None:
                 return dw.to(dtype)
-            main_grad.add_(dw)
+            _add(main_grad, dw)
             return None
         operands = (dy_t, recipe.dy_t, x_t, recipe.x_t)
         is_one_group = not self.plan.is_grouped and self.ends is not None
         if main_grad is None:
             dw = multiply(*operands, dtype, self.ends)
             return dw.squeeze(0) if is_one_group else dw
-        into = main_grad.unsqueeze(0) if is_one_group else main_grad
-        if _checks.has_readable_rows(into):
+        into = None if isinstance(main_grad, tuple) else main_grad.unsqueeze(0) if is_one_group else main_grad
+        if into is not None and _checks.has_readable_rows(into):
             multiply(*operands, torch.float32, self.ends, into=into)
         else:  # the kernels do not write such rows: a buffer of all parameters has them at any address
-            into.add_(multiply(*operands, torch.float32, self.ends))
+            _add(main_grad if into is None else into, multiply(*operands, torch.float32, self.ends))
         return None
 
     def bias_gradient(self, dy: Tensor) -> Tensor | None:
@@ -315,11 +329,11 @@ class Step(NamedTuple):
 def begun(
     recipe: Recipe,
     x: Tensor,
-    weight: Tensor,
+    weight: Weight,
     bias: Tensor | None,
     state: Tensor | None,
     cache: _copies.Cache | None,
-    main_grad: Tensor | None = None,
+    main_grad: MainGrad = None,
     shared: QuantizedInput | None = None,
     offs: Tensor | None = None,
     ranks: int = 1,
@@ -334,9 +348,10 @@ def begun(
     if not recipe.is_plain:
         support.ready(x, "quantize")
     is_recording = torch.is_grad_enabled()
+    parameters = weight if isinstance(weight, tuple) else (weight,)
     needs = (
         is_recording and x.requires_grad,
-        is_recording and weight.requires_grad,
+        is_recording and any(w.requires_grad for w in parameters),
         is_recording and bias is not None and bias.requires_grad,
     )
     state = _copies.draw(recipe, x.device) if state is None else state
@@ -357,11 +372,12 @@ def begun(
         offs is not None,
         is_kept,
         shared is not None,
+        isinstance(weight, tuple),
         is_converted,
         x.dtype,
-        weight.dtype,
+        parameters[0].dtype,
         None if bias is None else bias.dtype,
-        weight.shape if is_kept else None,
+        _shape(weight) if is_kept else None,
     )
     if shared is None:
         return Step(plan, state, ends, w, w_t, NO_PARTS, NO_PARTS, None, None, main_grad)
@@ -369,14 +385,31 @@ def begun(
     return Step(plan, state, ends, w, w_t, shared._copy, shared._copy_t, values, shared._state, main_grad)
 
 
-def restored(ctx: Any, saved: tuple[Tensor | None, ...]) -> tuple[Step, Tensor | None]:
+def _shape(weight: Weight) -> torch.Size:
+    """The shape of the weight as one tensor."""
+    return torch.Size((len(weight), *weight[0].shape)) if isinstance(weight, tuple) else weight.shape
+
+
+def _add(main_grad: Tensor | tuple[Tensor | None, ...], dw: Tensor) -> None:
+    """Add dW to main_grad, or each of its matrices to that of its parameter, unless that is frozen."""
+    if not isinstance(main_grad, tuple):
+        main_grad.add_(dw)
+        return
+    pairs = [(into, own) for into, own in zip(main_grad, dw.unbind(0), strict=True) if into is not None]
+    torch._foreach_add_([into for into, _ in pairs], [own for _, own in pairs])
+
+
+def restored(ctx: Any, saved: tuple[Tensor | None, ...]) -> tuple[Step, Weight | None]:
     """The step of a backward pass, of its ctx and ctx.saved_tensors, and the weight where it was saved.
 
     The copies of the weight are made now unless they were saved.
     """
     plan: Plan = ctx.plan
-    recipe, weight = plan.recipe, saved[9]
-    ends, state, of_x = saved[10:]
+    recipe = plan.recipe
+    ends, state, of_x = saved[9:12]
+    weight: Any = None
+    if len(saved) > 12:
+        weight = saved[12:] if plan.is_list else saved[12]
     w, w_t = Parts(*saved[3:6]), Parts(*saved[6:9])
     if weight is not None and recipe.w_t is not None:
         of_w = _copies.stream(state, OF_W, recipe.w, recipe.w_t)
@@ -397,7 +430,7 @@ def unsafe_view(y: Tensor, shape: tuple[int, ...]) -> Tensor:
 # ---- one operator for a pass
 
 
-def forward_arguments(step: Step, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Any, ...] | None:
+def forward_arguments(step: Step, x: Tensor, weight: Any, bias: Tensor | None) -> tuple[Any, ...] | None:
     """The arguments of the operator that returns y and the parts of x_t; None where it is not to be called.
 
     Args:

@@ -54,22 +54,23 @@ def mark_step() -> None:
     _STEPS.are_marked = True
 
 
-def attach(optimizer: Optimizer) -> None:
+def attach(optimizer: Optimizer | None = None) -> None:
     """Let each ``optimizer.step()`` mark a step, and turn the caching of quantized weights on.
 
     The steps of every other torch.optim.Optimizer of this process mark a step too, so that a second optimizer
     that was not attached leaves no copy stale.
 
     Args:
-        optimizer: a torch.optim.Optimizer; of FSDP2 the one that was given the sharded parameters.
+        optimizer: a torch.optim.Optimizer; of FSDP2 the one that was given the sharded parameters. None: all
+            of the process, where another library has the optimizer inside of its own, as Megatron-Core does.
 
     Raises:
         TypeError: optimizer is no torch.optim.Optimizer.
     """
-    if not isinstance(optimizer, Optimizer):
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
         raise TypeError(
-            f"optimizer: got {_checks.describe(optimizer)}, must be a torch.optim.Optimizer; after the steps "
-            "of another optimizer call fp4gemm.training.mark_step()"
+            f"optimizer: got {_checks.describe(optimizer)}, must be a torch.optim.Optimizer or None; after "
+            "the steps of another optimizer call fp4gemm.training.mark_step()"
         )
     if not _STEPS.sees_optimizers:
         register_optimizer_step_post_hook(_after_step)
@@ -99,7 +100,7 @@ class _State(NamedTuple):
 
 
 class _Entry(NamedTuple):
-    state: _State
+    states: tuple[_State, ...]  # one for each parameter
     parts: Parts
 
 
@@ -119,12 +120,14 @@ class WeightCache:
     def __init__(self) -> None:
         self._entries: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # weight -> {variant: _Entry}
 
-    def get(self, weight: Tensor, make: Callable[[], Parts], variant: Hashable = None) -> Parts:
+    def get(
+        self, weight: Tensor | tuple[Tensor, ...], make: Callable[[], Parts], variant: Hashable = None
+    ) -> Parts:
         """The result of an earlier ``make()`` for this weight if nothing has changed since, else of one now.
 
         Args:
             weight: the parameter itself, not a view, a cast or a copy of it, since its identity, address and
-                version counter are compared.
+                version counter are compared. Or the parameters of a weight that consists of several.
             make: casts the weight as it is now; a tuple of tensors of any dtypes. It is called without grad
                 mode.
             variant: copies of different variants of one weight are kept beside each other, such as those of
@@ -136,10 +139,11 @@ class WeightCache:
         if not self.keeps(weight):
             with torch.no_grad():
                 return make()
-        state = _state_of(weight)
-        entries: dict[Hashable, _Entry] = self._entries.setdefault(weight, {})
+        parameters = weight if isinstance(weight, tuple) else (weight,)
+        states = tuple(map(_state_of, parameters))
+        entries: dict[Hashable, _Entry] = self._entries.setdefault(parameters[0], {})
         entry = entries.get(variant)
-        if entry is not None and entry.state == state:
+        if entry is not None and entry.states == states:
             return entry.parts
         # Tensors that are made in inference mode could not be saved for a later backward pass.
         with torch.inference_mode(False), torch.no_grad():
@@ -148,13 +152,15 @@ class WeightCache:
                 for old, new in zip(entry.parts, parts, strict=True):
                     old.copy_(new)
                 parts = entry.parts
-        entries[variant] = _Entry(state, parts)
+        entries[variant] = _Entry(states, parts)
         return parts
 
-    def keeps(self, weight: Tensor) -> bool:
+    def keeps(self, weight: Tensor | tuple[Tensor, ...]) -> bool:
         """Whether :meth:`get` keeps the copies of this weight now, or casts in every call."""
         if not _STEPS.are_marked or torch.compiler.is_compiling():
             return False
+        if isinstance(weight, tuple):
+            return all(map(self.keeps, weight))
         if type(weight) not in (Tensor, torch.nn.Parameter) or weight.is_meta or weight.is_inference():
             return False
         return not (weight.is_cuda and torch.cuda.is_current_stream_capturing())

@@ -132,7 +132,7 @@ def convert_model(
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model: got {_checks.describe(model)}, must be a torch.nn.Module")
-    chosen = _chooser(recipe)
+    chosen = chooser(recipe)
     given = patterns.checked("filter", filter)
     found = _layers(model)
     if not found:
@@ -183,7 +183,7 @@ def set_recipe(model: torch.nn.Module, recipe: RecipeLike) -> list[str]:
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model: got {_checks.describe(model)}, must be a torch.nn.Module")
-    chosen = _chooser(recipe)
+    chosen = chooser(recipe)
     layers = ((name, m) for name, m in model.named_modules() if isinstance(m, RecipeLayer))
     wanted = [(name, layer, chosen(name)) for name, layer in layers]
     if not wanted:
@@ -208,7 +208,7 @@ def layers_of(model: torch.nn.Module) -> Iterator[tuple[str, Linear | GroupedLin
             yield name, module
 
 
-def _chooser(recipe: RecipeLike) -> Callable[[str], Recipe | None]:
+def chooser(recipe: RecipeLike) -> Callable[[str], Recipe | None]:
     """A function from a layer's name to its recipe; a recipe that is not a function is checked at once."""
     if isinstance(recipe, (Recipe, str)):
         same = resolve(recipe)

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,8 @@ from .. import _checks
 from ..ops import operators
 from ..ops.train import SWIGLU_STEP
 from . import _copies, _step
-from ._step import QuantizedInput, Step, unsafe_view
+from ._copies import Weight, parameters_of
+from ._step import MainGrad, Plan, QuantizedInput, Step, unsafe_view
 from .recipe import Recipe, resolve
 
 __all__ = ["grouped_linear", "linear", "swiglu"]
@@ -27,7 +28,7 @@ STEP = _checks.K_STEP_MM  # features are multiples: fprop sums over k, dgrad ove
 NO_CONTEXT = contextlib.nullcontext()
 # Who sees each call: the recorders of statistics.py. None in a usual run. The arguments are the recipe, the
 # values of x, the weight, offs, y, and which of the gradients of x, weight and bias are needed.
-Observer = Callable[[Recipe, Tensor, Tensor, Tensor | None, Tensor, tuple[bool, bool, bool]], None]
+Observer = Callable[[Recipe, Tensor, Weight, Tensor | None, Tensor, tuple[bool, bool, bool]], None]
 OBSERVERS: list[Observer] = []
 
 
@@ -91,7 +92,7 @@ def linear(
 
 def grouped_linear(
     x: Tensor | QuantizedInput,
-    weight: Tensor,
+    weight: Tensor | Sequence[Tensor],
     offs: Tensor | None,
     bias: Tensor | None = None,
     recipe: Recipe | str = "per_token",
@@ -109,7 +110,9 @@ def grouped_linear(
         x: bfloat16, float16 or float32 (m, k), the tokens sorted by expert; m may be 0. Or
             :func:`fp4gemm.training.quantize_input` of it with these offs.
         weight: (g, n, k) of one of these dtypes; n and k are multiples of 32 unless the recipe quantizes
-            nothing.
+            nothing. Or a list of g parameters (n, k) of one shape, dtype and device: each has a gradient and
+            a main_grad of its own. Where their values are read, they are copied into one tensor, which is
+            not saved.
         offs: int32 (g,) on the device of x, the cumulative ends of the groups; int64 is converted. The CPU
             refuses ends that descend or lie outside of 0..m; a GPU does not read them here. Of a quantized
             x the tensor that it was quantized with, or None.
@@ -123,6 +126,7 @@ def grouped_linear(
         TypeError, ValueError, NotImplementedError: as :func:`linear`.
     """
     recipe = resolve(recipe)
+    weight = weight if isinstance(weight, Tensor) else _matrices(weight)
     x, shared = _taken(x, weight, bias, 3, recipe, state, cache)
     if shared is not None:
         x, offs = shared._edge, shared._groups_of(offs)
@@ -130,7 +134,7 @@ def grouped_linear(
     if offs is None:
         raise TypeError("offs: got None, must be a torch.Tensor, or x must be quantized with offs")
     offs = _checks.group_ends(_checks.as_int32(offs), x.device, "x")
-    _checks.has_shape("offs", offs, (weight.shape[0],), ", an end for each matrix of weight")
+    _checks.has_shape("offs", offs, (len(weight),), ", an end for each matrix of weight")
     if offs.device.type == "cpu" and _checks.has_memory(offs):
         _checks.ascending(offs, x.shape[0], "the rows of x")
     return _apply(recipe, x, weight, bias, state, cache, main_grad_of(weight, use_main_grad), shared, offs)
@@ -141,7 +145,7 @@ def grouped_linear(
 
 def _taken(
     x: Tensor | QuantizedInput,
-    weight: Tensor,
+    weight: Weight,
     bias: Tensor | None,
     rank: int,
     recipe: Recipe,
@@ -175,21 +179,23 @@ def _taken(
 def _apply(
     recipe: Recipe,
     x: Tensor,
-    weight: Tensor,
+    weight: Weight,
     bias: Tensor | None,
     state: Tensor | None,
     cache: _copies.Cache | None,
-    main_grad: Tensor | None,
+    main_grad: MainGrad,
     shared: QuantizedInput | None = None,
     offs: Tensor | None = None,
 ) -> Tensor:
     """y of one step."""
+    parameters = weight if isinstance(weight, tuple) else (weight,)
     with without_autocast(x):
         step = _step.begun(recipe, x, weight, bias, state, cache, main_grad, shared, offs)
         if main_grad is not None and step.plan.needs[1] and torch.compiler.is_compiling():
-            weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+            for parameter in parameters:
+                parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]
         if any(step.plan.needs):
-            y: Tensor = _Product.apply(step, x, weight, bias)
+            y: Tensor = _Product.apply(step, x, bias, *parameters)
         else:
             y, _ = step.output(x, weight, bias)
         for observe in OBSERVERS:
@@ -201,9 +207,11 @@ class _Product(torch.autograd.Function):
     """y = x W^T + bias with the gradients of a recipe."""
 
     @staticmethod
-    def forward(ctx: Any, step: Step, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, step: Step, x: Tensor, bias: Tensor | None, *parameters: Tensor) -> Tensor:
+        weight = parameters if step.plan.is_list else parameters[0]
         y, saved = step.output(x, weight, bias)
         step.save(ctx, weight, saved)
+        ctx.num_parameters = len(parameters)
         return y
 
     @staticmethod
@@ -219,11 +227,23 @@ class _Product(torch.autograd.Function):
             if dx is not None and len(shape) != 2:
                 dx = dx.view(*shape[:-1], dx.shape[1])
             db = step.bias_gradient(dy)
-            if plan.needs[1] and dw is None:
-                dw = added(ctx.weight)
+            dws = _of_parameters(ctx, dw)
         if is_recording:
-            dx, dw, db = first_only((dx, dw, db), given, ctx.weight)
-        return None, dx, dw, db
+            held = () if ctx.weight is None else parameters_of(ctx.weight)
+            dx, db, *rest = first_only((dx, db, *dws), given, *held)
+            dws = tuple(rest)
+        return None, dx, db, *dws
+
+
+def _of_parameters(ctx: Any, dw: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The gradient of each parameter of the weight, of dW, which is None after it was added to main_grad."""
+    plan: Plan = ctx.plan
+    number: int = ctx.num_parameters
+    if not plan.needs[1]:
+        return (None,) * number
+    if dw is None:
+        return tuple(added(w) if w.requires_grad else None for w in parameters_of(ctx.weight))
+    return tuple(dw.unbind(0)) if plan.is_list else (dw,)
 
 
 def added(weight: Tensor) -> Tensor:
@@ -248,21 +268,27 @@ def check_arguments(
     state: object = None,
     cache: object = None,
 ) -> None:
-    """Check the arguments of a layer whose weight has this rank.
+    """Check the arguments of a layer whose weight has this rank, or consists of matrices that were checked.
 
     Features are free where is_plain: the recipe quantizes nothing.
     """
-    x, weight = _checks.is_tensor("x", x), _checks.is_tensor("weight", weight)
+    x = _checks.is_tensor("x", x)
     _checks.refuse_transform("x", x)
-    _checks.refuse_transform("weight", weight)
     form = "(n, k)" if rank == 2 else "(g, n, k)"
-    _checks.has_rank("weight", weight, rank, form)
-    *_, n, k = weight.shape
+    if isinstance(weight, tuple):
+        w: Tensor = weight[0]
+        shape = (len(weight), *w.shape)
+    else:
+        w = _checks.is_tensor("weight", weight)
+        _checks.refuse_transform("weight", w)
+        _checks.has_rank("weight", w, rank, form)
+        shape = tuple(w.shape)
+    *_, n, k = shape
     if x.dim() == 0 or x.shape[-1] != k:
         raise ValueError(f"x: shape is {tuple(x.shape)}, must be (..., {k}), {k} = k of weight {form}")
     _checks.has_dtype("x", x, _checks.FLOAT_DTYPES)
-    _checks.has_dtype("weight", weight, _checks.FLOAT_DTYPES)
-    _checks.same_device("weight", weight, x.device, "x")
+    _checks.has_dtype("weight", w, _checks.FLOAT_DTYPES)
+    _checks.same_device("weight", w, x.device, "x")
     if not is_plain:
         for what, size in (("n (out_features)", n), ("k (in_features)", k)):
             _checks.is_multiple("weight", what, size, STEP)
@@ -270,12 +296,33 @@ def check_arguments(
         bias = _checks.is_tensor("bias", bias)
         _checks.refuse_transform("bias", bias)
         _checks.has_dtype("bias", bias, _checks.FLOAT_DTYPES)
-        _checks.has_shape("bias", bias, (*weight.shape[:-1],))
+        _checks.has_shape("bias", bias, shape[:-1])
         _checks.same_device("bias", bias, x.device, "x")
     if cache is not None:
         _is_cache(cache)
     if state is not None:
         random_state(state, x.device)
+
+
+def _matrices(weight: object) -> tuple[Tensor, ...]:
+    """The parameters (n, k) of a stack, after checks."""
+    if not isinstance(weight, (list, tuple)) or not weight:
+        raise TypeError(
+            f"weight: got {_checks.describe(weight)}, must be a torch.Tensor (g, n, k) or a list of g "
+            "tensors (n, k)"
+        )
+    found: list[Tensor] = []
+    for index, each in enumerate(weight):
+        name = f"weight[{index}]"
+        matrix = _checks.is_tensor(name, each)
+        _checks.refuse_transform(name, matrix)
+        _checks.has_rank(name, matrix, 2, "(n, k)")
+        if found:
+            _checks.has_shape(name, matrix, tuple(found[0].shape), ", the shape of weight[0]")
+            _checks.has_dtype(name, matrix, (found[0].dtype,))
+            _checks.same_device(name, matrix, found[0].device, "weight[0]")
+        found.append(matrix)
+    return tuple(found)
 
 
 def random_state(value: object, device: torch.device) -> Tensor | None:
@@ -292,19 +339,31 @@ def _is_cache(value: object) -> None:
         )
 
 
-def main_grad_of(weight: Tensor, is_used: object) -> Tensor | None:
-    """weight.main_grad after checks, or None where the weight has none or it is not to be used."""
+def main_grad_of(weight: Weight, is_used: object) -> MainGrad:
+    """The main_grad of a weight after checks, or None where it has none or it is not to be used."""
     if is_used is not True:
         _checks.is_bool("use_main_grad", is_used)
         return None
+    if isinstance(weight, Tensor):
+        return _main_grad("weight", weight)
+    found = tuple(_main_grad(f"weight[{index}]", w) for index, w in enumerate(weight))
+    if all(each is None for each in found):
+        return None
+    for index, (each, matrix) in enumerate(zip(found, weight, strict=True)):
+        if each is None and matrix.requires_grad:
+            raise ValueError(f"weight[{index}].main_grad: is missing, must exist as that of another matrix")
+    return tuple(each if matrix.requires_grad else None for each, matrix in zip(found, weight, strict=True))
+
+
+def _main_grad(name: str, weight: Tensor) -> Tensor | None:
+    """The main_grad of one parameter after checks, or None where it has none."""
     value = getattr(weight, "main_grad", None)
     if value is None:
         return None
-    name = "weight.main_grad"
-    checked = _checks.is_tensor(name, value)
-    _checks.has_dtype(name, checked, (torch.float32,))
-    _checks.has_shape(name, checked, tuple(weight.shape), ", the shape of weight")
-    _checks.same_device(name, checked, weight.device, "weight")
+    checked = _checks.is_tensor(f"{name}.main_grad", value)
+    _checks.has_dtype(f"{name}.main_grad", checked, (torch.float32,))
+    _checks.has_shape(f"{name}.main_grad", checked, tuple(weight.shape), f", the shape of {name}")
+    _checks.same_device(f"{name}.main_grad", checked, weight.device, name)
     return checked
 
 

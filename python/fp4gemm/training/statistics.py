@@ -7,6 +7,7 @@ quantizes x, W and dy once more by the casts of the recipe and adds numbers to t
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import NamedTuple
@@ -72,7 +73,8 @@ class StatisticsRecorder:
                 )
             for of, parameter in module.named_parameters(recurse=False):
                 if not of.endswith("bias"):
-                    yield name if of == "weight" else f"{name}.{of}".lstrip("."), parameter
+                    is_layers = re.fullmatch(r"weight\d*", of)  # weight0 and on: each expert has its own
+                    yield name if is_layers else f"{name}.{of}".lstrip("."), parameter
 
     def __enter__(self) -> StatisticsRecorder:
         if self._observe in functional.OBSERVERS:
@@ -115,7 +117,7 @@ class StatisticsRecorder:
         self,
         recipe: Recipe,
         x: Tensor,
-        weight: Tensor,
+        weight: _copies.Weight,
         offs: Tensor | None,
         y: Tensor,
         needs: tuple[bool, bool, bool],
@@ -123,7 +125,7 @@ class StatisticsRecorder:
         """Record x and W of a call now, and dy when y gets its gradient."""
         if torch.compiler.is_compiling():
             raise RuntimeError("statistics are recorded outside of torch.compile only")
-        name = self._name_of(weight)
+        name = self._name_of(_copies.parameters_of(weight)[0])
         if name is None:
             return
         needs_dx, needs_dw, _ = needs
@@ -136,9 +138,10 @@ class StatisticsRecorder:
         with torch.no_grad():
             self._record(name, "x", recipe.x, rows, -1, recipe, offs)
             if not isinstance(weight, GatheredWeight):
-                self._record(name, "w", recipe.w, weight.detach(), -1, recipe)
+                matrices = _copies.whole(weight).detach()
+                self._record(name, "w", recipe.w, matrices, -1, recipe)
                 if needs_dx:
-                    self._record(name, "w_t", recipe.w_t, weight.detach(), 0, recipe)
+                    self._record(name, "w_t", recipe.w_t, matrices, 0, recipe)
             if needs_dw:
                 self._record(name, "x_t", recipe.x_t, rows, 0, recipe, offs)
 
