@@ -23,6 +23,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "docs/lora",
         "docs/distributed",
         "docs/training_parallel",
+        "docs/megatron",
         "docs/serving",
         "docs/compile",
         "docs/cpp",
