@@ -98,6 +98,17 @@ def test_the_style_divides_the_experts(ranks: list[dict[Any, Any]]) -> None:
             assert_equal(got, results["by hand"][name])
 
 
+@pytest.mark.parametrize("is_dtensor", [False, True], ids=["tensor", "DTensor"])
+def test_main_grad_of_divided_experts(ranks: list[dict[Any, Any]], is_dtensor: bool) -> None:
+    """It has the float32 gradients that are rounded where weights have none."""
+    for results in ranks:
+        main, grads = results["accumulated", is_dtensor]
+        for got, want in zip(main, grads, strict=True):
+            assert got.dtype == torch.float32
+            assert torch.equal(got.bfloat16(), want)
+    assert any(got.any() for results in ranks for got in results["accumulated", is_dtensor][0])
+
+
 def test_checkpoints_of_other_numbers_of_ranks(ranks: list[dict[Any, Any]]) -> None:
     assert ranks[0]["checkpoints"] == [True] * 4
 

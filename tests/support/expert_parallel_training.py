@@ -156,6 +156,24 @@ def styled(mesh: DeviceMesh) -> training.MoE:
     return moe
 
 
+def accumulated(mesh: DeviceMesh, ep: ExpertParallel, is_dtensor: bool) -> list[list[Tensor]]:
+    """main_grad of the experts' weights and their gradients without it, which are bfloat16."""
+    found = []
+    for has_main_grad in (True, False):
+        moe = styled(mesh)
+        weights = [layer.weight for layer in moe.experts.children()]
+        for weight in weights if has_main_grad else ():
+            main = torch.zeros(weight.to_local().shape)
+            whole = DTensor.from_local(main, mesh, weight.placements)
+            weight.main_grad = whole if is_dtensor else main
+        gradients(moe, *part(ep, "ragged"))
+        if has_main_grad and not all(weight.grad_added_to_main_grad for weight in weights):
+            raise RuntimeError("a layer did not add to main_grad")
+        taken = [weight.main_grad if has_main_grad else weight.grad for weight in weights]
+        found.append([t.to_local() if isinstance(t, DTensor) else t for t in taken])
+    return found
+
+
 def checkpoints(rank: int, meshes: dict[int, DeviceMesh], groups: dict[int, Any]) -> list[bool]:
     """Weights that were saved by 2 ranks, loaded and saved by 4, and loaded by 1."""
     names = [tempfile.mkdtemp() if rank == 0 else "", tempfile.mkdtemp() if rank == 0 else ""]
@@ -272,6 +290,8 @@ def run(rank: int) -> dict[Any, Any]:
     own = exchange(None)
     results["styled"] = gradients(moe, *part(own, "ragged"))
     results["by hand"] = gradients(block(RECIPES["te_per_token"], own), *part(own, "ragged"))
+    for is_dtensor in (False, True):
+        results["accumulated", is_dtensor] = accumulated(meshes[4], own, is_dtensor)
     for layout in LAYOUTS:
         for kind, each in (("plain", block("bf16", own)), ("styled", styled(meshes[4]))):
             results["layout", layout, kind] = other_names(each, layout)
