@@ -42,6 +42,7 @@ def on_cpu() -> Iterator[None]:
 
     vars(moe_utils).setdefault("te_general_gemm", None)  # 0.16 reads it without defining it
     replaced = [
+        (torch.cuda, "is_available", lambda: False),
         (torch.cuda, "current_device", lambda: torch.device("cpu")),
         (torch.cuda, "synchronize", lambda: None),
         (torch.cuda, "current_stream", lambda: unittest.mock.MagicMock()),  # 0.19 waits for it
@@ -150,11 +151,16 @@ def loss_of(model: Any, step: int = 0) -> Tensor:
     return model(ids[:, :-1], positions, mask, labels=ids[:, 1:]).float().mean()
 
 
-def data_parallel(of: Any, model: Any) -> Any:
-    """Megatron-Core's DistributedDataParallel, whose buffer holds the main_grad of each parameter."""
+def data_parallel(of: Any, model: Any, overlap: bool = False) -> Any:
+    """Megatron-Core's DistributedDataParallel, whose buffer holds the main_grad of each parameter.
+
+    With overlap the hook on the last parameter of a bucket starts its all-reduce in the backward pass.
+    """
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
-    how = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False)
+    how = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, overlap_grad_reduce=overlap, bucket_size=20000
+    )
     return DistributedDataParallel(of, how, model)
 
 
@@ -301,7 +307,9 @@ def frozen(sequence: bool) -> list[Tensor]:
 # ---- main_grad
 
 
-def accumulated(layout: str, recipe: Any, dtype: torch.dtype, is_fused: bool, number: int) -> dict[str, Any]:
+def accumulated(
+    layout: str, recipe: Any, dtype: torch.dtype, is_fused: bool, number: int, overlap: bool = False
+) -> dict[str, Any]:
     """main_grad of every parameter after micro-batches, and whether the layers added to it by themselves."""
     tensor, sequence = LAYOUTS[layout]
     with groups(tensor):
@@ -313,11 +321,15 @@ def accumulated(layout: str, recipe: Any, dtype: torch.dtype, is_fused: bool, nu
         )
         model = gpt(of, recipe, fuse_main_grad=is_fused)
         own = {n: m for n, m in model.named_modules() if isinstance(m, training.linear.RecipeLayer)}
-        ddp = data_parallel(of, model)
+        ddp = data_parallel(of, model, overlap)
         ddp.zero_grad_buffer()
+        # Replicas have batches of their own, but where one batch is rounded to bfloat16 by either way.
+        replica = dist.get_rank() if tensor == 1 and number > 1 else 0
         for step in range(number):
             torch.manual_seed(step)
-            loss_of(ddp, step).backward()
+            is_last = step + 1 == number
+            with contextlib.nullcontext() if is_last else ddp.no_sync():
+                loss_of(ddp, step + 10 * replica).backward()
         added = {name: bool(module.weight.grad_added_to_main_grad) for name, module in own.items()}
         finish(ddp)
         return {"grads": {n: p.main_grad.clone() for n, p in model.named_parameters()}, "added": added}
@@ -485,10 +497,59 @@ def served(rank: int) -> list[Tensor]:
         return [y, server(x).chunk(2, -1)[rank]]
 
 
+def _parts(of: Any, name: str, value: Tensor) -> dict[str, Tensor]:
+    """The rows of a weight of Megatron-Core under the names of a Llama of Hugging Face."""
+    number = name.split(".")[2]
+    start = f"model.layers.{number}."
+    if "linear_qkv" in name:  # each group of queries is followed by its keys and values
+        size, queries = of.kv_channels, of.num_attention_heads // of.num_query_groups
+        groups = value.view(of.num_query_groups, (queries + 2) * size, *value.shape[1:])
+        parts = groups.split([queries * size, size, size], 1)
+        return {f"{start}self_attn.{n}_proj": p.flatten(0, 1) for n, p in zip("qkv", parts, strict=True)}
+    if "linear_fc1" in name:
+        return dict(zip((f"{start}mlp.gate_proj", f"{start}mlp.up_proj"), value.chunk(2), strict=True))
+    return {start + ("self_attn.o_proj" if "linear_proj" in name else "mlp.down_proj"): value}
+
+
+def exported(rank: int) -> dict[str, list[Tensor]]:
+    """The tensors that an engine gets of trained weights, and the ranks' own copies of their rows.
+
+    A rank of a row-parallel layer has another copy, with amaxes of its columns.
+    """
+    from fp4gemm.checkpoint import Options, Plan, quantize_named
+
+    of = config(2, sequence_parallel=True)
+    model = gpt(of, EXACT)
+    loss_of(model).backward()
+    floats: dict[str, Tensor] = {}
+    copies: dict[str, list[Tensor]] = {}
+    for name, p in model.named_parameters():
+        p.data.sub_(p.grad, alpha=0.5)
+        if ".linear_" not in name:
+            continue
+        trained = whole(name, p, p)
+        floats |= {f"{n}.weight": part.contiguous() for n, part in _parts(of, name, trained).items()}
+        if p.partition_dim == 0:
+            own = fp4gemm.quantize(p.detach())
+            for tensor in (own.codes, own.compact_scales().view(torch.uint8), own.amax):
+                for n, part in _parts(of, name, whole(name, p, tensor)).items():
+                    copies.setdefault(n, []).append(part.contiguous())
+    shapes = {name: (tuple(t.shape), t.dtype) for name, t in floats.items()}
+    described = {"model_type": "llama", "num_hidden_layers": LAYERS, "vocab_size": VOCAB}
+    plan = Plan.of_shapes(shapes, described, Options(format="fp4gemm", method="round"))
+    sent = dict(quantize_named(floats.items(), plan))
+    found = {}
+    for n, copy in copies.items():
+        parts = [sent[f"{n}.weight{suffix}"] for suffix in ("", "_scale", "_amax")]
+        found[n] = [t.view(torch.uint8) for t in (*parts, *copy)]
+    return found
+
+
 def of_checkpoints(rank: int) -> dict[Any, Any]:
     with groups(2):
         found = checkpoints(rank)
-        return {**{("checkpoint", key): value for key, value in found.items()}, "served": served(rank)}
+        found = {("checkpoint", key): value for key, value in found.items()}
+        return {**found, "served": served(rank), "exported": exported(rank)}
 
 
 # ---- examples/megatron_gpt.py
@@ -550,7 +611,49 @@ def of_main_grads(rank: int) -> dict[Any, Any]:
             for is_fused in (False, True):
                 found = accumulated(layout, EXACT, dtype, is_fused, number)
                 results["accumulated", layout, name, is_fused] = found
+    for layout in LAYOUTS:
+        found = accumulated(layout, EXACT, torch.float32, True, 2, overlap=True)
+        results["accumulated", layout, "overlap"] = found
     return results
+
+
+def cached(is_attached: bool, is_grouped: bool) -> dict[str, Tensor]:
+    """The weights after two steps of two micro-batches, with or without copies that are kept for a step."""
+    from fp4gemm.training import cache
+
+    cache._STEPS.are_marked = False
+    with groups(1, 2) if is_grouped else groups(2):
+        of = moe_config(expert_model_parallel_size=2) if is_grouped else config(2, sequence_parallel=True)
+        model = gpt(of, EXACT, grouped_experts=is_grouped, fuse_main_grad=True)
+        ddp = data_parallel(of, model)
+        masters = [p.detach().float() for p in model.parameters()]
+        optimizer = torch.optim.SGD(masters, 0.5)
+        if is_attached:
+            training.attach()
+        for step in range(2):
+            ddp.zero_grad_buffer()
+            for micro_batch in range(2):
+                with contextlib.nullcontext() if micro_batch else ddp.no_sync():
+                    loss_of(ddp, 2 * step + micro_batch).backward()
+            finish(ddp)
+            for master, p in zip(masters, model.parameters(), strict=True):
+                master.grad = p.main_grad
+            optimizer.step()  # then the parameters are written, as Megatron-Core's optimizers do
+            for master, p in zip(masters, model.parameters(), strict=True):
+                p.data.copy_(master)
+        layers = [m for m in model.modules() if isinstance(m, training.linear.RecipeLayer)]
+        if any(bool(m.cache.nbytes) != is_attached for m in layers):
+            raise RuntimeError("the copies of a weight were kept without an optimizer, or were not with one")
+        cache._STEPS.are_marked = False
+        return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def of_caches(rank: int) -> dict[Any, Any]:
+    return {
+        ("cached", is_grouped, is_attached): cached(is_attached, is_grouped)
+        for is_grouped in (False, True)
+        for is_attached in (False, True)
+    }
 
 
 def of_experts(rank: int) -> dict[Any, Any]:
@@ -563,7 +666,7 @@ def of_experts(rank: int) -> dict[Any, Any]:
     }
 
 
-PARTS = (of_layers, of_models, of_main_grads, of_experts, of_checkpoints, of_example)
+PARTS = (of_layers, of_models, of_main_grads, of_experts, of_checkpoints, of_example, of_caches)
 
 
 def run(rank: int) -> dict[Any, Any]:

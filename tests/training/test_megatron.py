@@ -145,9 +145,23 @@ def test_main_grad_is_not_rounded_to_bfloat16(ranks: list[dict[Any, Any]], layou
         own, megatrons = (results["accumulated", layout, "bfloat16", fused] for fused in (True, False))
         for name in own["added"]:
             got, want = (found["grads"][f"{name}.weight"] for found in (own, megatrons))
-            # Two data-parallel ranks halve the gradient before it is added to the other's.
             assert not torch.equal(got, got.bfloat16().float())
             assert torch.equal(got.bfloat16().float(), want)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_reductions_that_overlap_see_main_grad(ranks: list[dict[Any, Any]], layout: str) -> None:
+    """The hooks of Megatron-Core run, although autograd sees a gradient of zero."""
+    for results in ranks:
+        overlapped = results["accumulated", layout, "overlap"]
+        assert_same(overlapped["grads"], results["accumulated", layout, "float32", True]["grads"])
+
+
+@pytest.mark.parametrize("is_grouped", [False, True], ids=["dense", "experts"])
+def test_copies_that_are_kept_for_a_step_change_no_bit(ranks: list[dict[Any, Any]], is_grouped: bool) -> None:
+    """Parameters are written behind the step of the optimizer, through .data."""
+    for results in ranks:
+        assert_same(*(results["cached", is_grouped, is_attached] for is_attached in (True, False)))
 
 
 # ---- experts
@@ -231,6 +245,15 @@ def test_a_served_layer_gets_the_trained_weight(ranks: list[dict[Any, Any]]) -> 
     for results in ranks:
         trained, served = results["served"]
         assert torch.equal(trained, served)
+
+
+def test_an_engine_gets_the_forward_copies_of_trained_layers(ranks: list[dict[Any, Any]]) -> None:
+    """quantize_named with method="round" makes what ranks of column-parallel layers make of their rows."""
+    for results in ranks:
+        assert len(results["exported"]) == 2 * 5
+        for name, tensors in results["exported"].items():
+            assert len(tensors) == 6, name
+            assert_equal(tensors[:3], tensors[3:])
 
 
 # ---- examples/megatron_gpt.py
