@@ -170,8 +170,9 @@ bool kernel_quantizes_a(Kernel const& kernel, Problem const& p) {
 /// and amaxes.
 void plan_a(GemmArgs const& args, int device, GemmPlan* plan) {
   plan->quantize_a =
-      quantizes_a(args) && (args.quantize_a != FP4GEMM_QUANTIZE_A_ROW || args.a_rows != nullptr ||
-                            !kernel_quantizes_a(*plan->kernel, problem_of(args, *plan, nullptr, device)));
+      quantizes_a(args) &&
+      (args.quantize_a != FP4GEMM_QUANTIZE_A_ROW || args.a_rows != nullptr || !is_default(plan->cast) ||
+       !kernel_quantizes_a(*plan->kernel, problem_of(args, *plan, nullptr, device)));
   plan->decode_a = args.a.format == FP4GEMM_FORMAT_NVFP4 && plan->kernel->operands != Operands::kNvfp4;
   size_t bytes = 0;
   auto const take = [&](int64_t more) {
@@ -193,6 +194,36 @@ void plan_a(GemmArgs const& args, int device, GemmPlan* plan) {
 }
 
 }  // namespace
+
+bool is_default(fp4gemm_cast_t const& cast) {
+  return cast.encode == FP4GEMM_ENCODE_TE && cast.four_over_six == FP4GEMM_FOUR_OVER_SIX_NONE;
+}
+
+fp4gemm_status_t check_cast(char const* prefix, fp4gemm_cast_t const& cast, fp4gemm_quantize_a_t quantize_a,
+                            bool gathers) {
+  FP4GEMM_CHECK(cast.encode == FP4GEMM_ENCODE_TE || cast.encode == FP4GEMM_ENCODE_TE_PER_TOKEN,
+                "%sencode: is %d, must be a fp4gemm_encode_t", prefix, static_cast<int>(cast.encode));
+  FP4GEMM_CHECK(
+      cast.four_over_six >= FP4GEMM_FOUR_OVER_SIX_NONE && cast.four_over_six <= FP4GEMM_FOUR_OVER_SIX_MSE,
+      "%sfour_over_six: is %d, must be a fp4gemm_four_over_six_t", prefix,
+      static_cast<int>(cast.four_over_six));
+  bool const four_over_six = cast.four_over_six != FP4GEMM_FOUR_OVER_SIX_NONE;
+  FP4GEMM_CHECK(cast.e4m3_max == 448 || (cast.e4m3_max == 256 && four_over_six),
+                "%se4m3_max: is %d, must be 448, or 256 with four_over_six", prefix, cast.e4m3_max);
+  FP4GEMM_CHECK(cast.fast_error == 0 || (cast.fast_error == 1 && four_over_six),
+                "%sfast_error: is %d, must be 0, or 1 with four_over_six", prefix, cast.fast_error);
+  FP4GEMM_CHECK(!four_over_six || cast.encode == FP4GEMM_ENCODE_TE,
+                "%sencode: is %d, must be FP4GEMM_ENCODE_TE with four_over_six", prefix,
+                static_cast<int>(cast.encode));
+  if (is_default(cast)) {
+    return FP4GEMM_SUCCESS;
+  }
+  FP4GEMM_CHECK(quantize_a == FP4GEMM_QUANTIZE_A_ROW || quantize_a == FP4GEMM_QUANTIZE_A_TENSOR,
+                "quantize_a: is %d, must be FP4GEMM_QUANTIZE_A_ROW or FP4GEMM_QUANTIZE_A_TENSOR with a cast",
+                static_cast<int>(quantize_a));
+  FP4GEMM_CHECK(!gathers, "a_rows: is given, must be null with %sencode or %sfour_over_six", prefix, prefix);
+  return FP4GEMM_SUCCESS;
+}
 
 fp4gemm_status_t plan_gemm(GemmArgs const& args, int device, GemmPlan* plan) {
   FP4GEMM_TRY(device_properties(device, &plan->device));
@@ -244,6 +275,10 @@ fp4gemm_status_t quantize_a(GemmArgs const& args, GemmPlan const& plan, char* wo
   quantize.x_dtype = a_dtype(args);
   quantize.scaling =
       args.quantize_a == FP4GEMM_QUANTIZE_A_TENSOR ? FP4GEMM_SCALING_TENSOR : FP4GEMM_SCALING_ROW;
+  quantize.encode = plan.cast.encode;
+  quantize.four_over_six = plan.cast.four_over_six;
+  quantize.fast_error = plan.cast.fast_error;
+  quantize.e4m3_max = plan.cast.e4m3_max;
   if (plan.format_a == FP4GEMM_FORMAT_FP16) {
     quantize.row.decoded = workspace;
   } else if (plan.format_a == FP4GEMM_FORMAT_E4M3) {
@@ -306,13 +341,22 @@ fp4gemm_status_t launch_gemm(GemmArgs const& args, GemmPlan const& plan, void* w
 
 namespace {
 
+/// Sets the cast of a plan, which must be valid for these arguments.
+fp4gemm_status_t set_cast(GemmArgs const& args, fp4gemm_cast_t const* cast, GemmPlan* plan) {
+  FP4GEMM_CHECK(cast != nullptr, "cast: is null, must point at the options");
+  plan->cast = *cast;
+  return check_cast("cast.", *cast, args.quantize_a, args.a_rows != nullptr);
+}
+
 /// The query of the workspace. It makes the plan of the call, without pointers, which the checks therefore
 /// leave out.
-fp4gemm_status_t workspace_bytes(GemmArgs const* args, int device, size_t* bytes) {
+fp4gemm_status_t workspace_bytes(GemmArgs const* args, fp4gemm_cast_t const* cast, int device,
+                                 size_t* bytes) {
   FP4GEMM_CHECK(bytes != nullptr, "bytes: is null, must point at the result");
   FP4GEMM_TRY(check_args(args));
   FP4GEMM_TRY(check_gemm_problem(*args));
   GemmPlan plan;
+  FP4GEMM_TRY(set_cast(*args, cast, &plan));
   FP4GEMM_TRY(plan_gemm(*args, device, &plan));
   *bytes = plan.total_bytes;
   return FP4GEMM_SUCCESS;
@@ -320,12 +364,13 @@ fp4gemm_status_t workspace_bytes(GemmArgs const* args, int device, size_t* bytes
 
 /// The GEMM: all checks that need no kernel, the plan, the conversions, the kernel. What a kernel refuses
 /// itself it refuses after the conversions, which write to the workspace alone.
-fp4gemm_status_t run(GemmArgs const* args, void* workspace, size_t workspace_bytes, int device,
-                     fp4gemm_stream_t stream) {
+fp4gemm_status_t run(GemmArgs const* args, fp4gemm_cast_t const* cast, void* workspace,
+                     size_t workspace_bytes, int device, fp4gemm_stream_t stream) {
   FP4GEMM_TRY(check_args(args));
   FP4GEMM_TRY(check_gemm_problem(*args));
   FP4GEMM_TRY(check_gemm_pointers(*args));
   GemmPlan plan;
+  FP4GEMM_TRY(set_cast(*args, cast, &plan));
   FP4GEMM_TRY(plan_gemm(*args, device, &plan));
   if (plan.kernel == nullptr) {
     return FP4GEMM_SUCCESS;
@@ -341,13 +386,27 @@ fp4gemm_status_t run(GemmArgs const* args, void* workspace, size_t workspace_byt
 
 extern "C" {
 
+fp4gemm_status_t fp4gemm_gemm_with_cast_workspace_bytes(fp4gemm_gemm_args_t const* args,
+                                                        fp4gemm_cast_t const* cast, int device,
+                                                        size_t* bytes) {
+  return fp4gemm::workspace_bytes(args, cast, device, bytes);
+}
+
+fp4gemm_status_t fp4gemm_gemm_with_cast(fp4gemm_gemm_args_t const* args, fp4gemm_cast_t const* cast,
+                                        void* workspace, size_t workspace_bytes, int device,
+                                        fp4gemm_stream_t stream) {
+  return fp4gemm::run(args, cast, workspace, workspace_bytes, device, stream);
+}
+
 fp4gemm_status_t fp4gemm_gemm_workspace_bytes(fp4gemm_gemm_args_t const* args, int device, size_t* bytes) {
-  return fp4gemm::workspace_bytes(args, device, bytes);
+  fp4gemm_cast_t const cast = FP4GEMM_CAST_INIT;
+  return fp4gemm::workspace_bytes(args, &cast, device, bytes);
 }
 
 fp4gemm_status_t fp4gemm_gemm(fp4gemm_gemm_args_t const* args, void* workspace, size_t workspace_bytes,
                               int device, fp4gemm_stream_t stream) {
-  return fp4gemm::run(args, workspace, workspace_bytes, device, stream);
+  fp4gemm_cast_t const cast = FP4GEMM_CAST_INIT;
+  return fp4gemm::run(args, &cast, workspace, workspace_bytes, device, stream);
 }
 
 }  // extern "C"

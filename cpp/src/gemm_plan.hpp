@@ -3,6 +3,7 @@
 #pragma once
 
 #include "device.hpp"
+#include "fp4gemm/casts.h"
 #include "gemm_args.hpp"
 #include "kernel.hpp"
 
@@ -10,7 +11,8 @@ namespace fp4gemm {
 
 /// What a GEMM will do: the kernel, the conversions and the layout of the workspace. Offsets are in bytes.
 struct GemmPlan {
-  Kernel const* kernel = nullptr;  // null: D has no elements
+  fp4gemm_cast_t cast = FP4GEMM_CAST_INIT;  // set before plan_gemm where quantize_a has options
+  Kernel const* kernel = nullptr;           // null: D has no elements
   DeviceProperties device;
   fp4gemm_format_t format_a = FP4GEMM_FORMAT_NVFP4;  // of A, or of what the call quantizes A to
   bool quantize_a = false;                           // in a launch of its own
@@ -23,6 +25,14 @@ struct GemmPlan {
   size_t kernel_offset = 0;
   size_t total_bytes = 0;
 };
+
+/// Whether a cast has the options of FP4GEMM_CAST_INIT, the only ones of kernels that quantize or gather A.
+bool is_default(fp4gemm_cast_t const& cast);
+
+/// Checks the options of a cast beside the fields quantize_a and a_rows of a GEMM. `prefix` begins their
+/// names in messages.
+fp4gemm_status_t check_cast(char const* prefix, fp4gemm_cast_t const& cast, fp4gemm_quantize_a_t quantize_a,
+                            bool gathers);
 
 /// Plans a GEMM whose sizes, formats and types are valid (check_gemm_problem). Of pointers only offs, c and
 /// a_rows matter, and of them only whether they are null.

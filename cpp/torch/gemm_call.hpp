@@ -3,6 +3,7 @@
 
 #include <optional>
 
+#include "fp4gemm/casts.h"
 #include "tensors.hpp"
 
 namespace fp4gemm_torch {
@@ -91,19 +92,40 @@ inline int64_t check_weight(char const* name, Tensor const& data, std::optional<
   return rows;
 }
 
+/// What a product makes of its activations, as its parameter `scaling` says it: a fp4gemm_quantize_a_t, and
+/// the options of the cast in the bits above it.
+struct InputCast {
+  fp4gemm_quantize_a_t quantize_a = FP4GEMM_QUANTIZE_A_NONE;
+  fp4gemm_cast_t cast = FP4GEMM_CAST_INIT;
+
+  explicit InputCast(int64_t scaling) {
+    STD_TORCH_CHECK(scaling >= 0 && scaling < 128, "scaling: is ", scaling,
+                    ", must be 0, 1, 2 or 3, with options of the cast below 128");
+    quantize_a = static_cast<fp4gemm_quantize_a_t>(scaling & 3);
+    int64_t const four_over_six = scaling >> 2 & 3;
+    STD_TORCH_CHECK(four_over_six <= FP4GEMM_FOUR_OVER_SIX_MSE, "scaling: is ", scaling,
+                    ", must have 0, 1 or 2 for four over six in the bits of 4 and 8");
+    cast.four_over_six = static_cast<fp4gemm_four_over_six_t>(four_over_six);
+    cast.fast_error = (scaling & 16) != 0 ? 1 : 0;
+    cast.e4m3_max = (scaling & 32) != 0 ? 256 : 448;
+    cast.encode = (scaling & 64) != 0 ? FP4GEMM_ENCODE_TE_PER_TOKEN : FP4GEMM_ENCODE_TE;
+  }
+};
+
 /// Runs the call in a workspace from torch's allocator. The kernel is selected twice, for the query and for
 /// the launch; the library remembers the result. The workspace is released while the kernels may still run:
 /// the allocator gives its memory to later work of the same stream alone.
-inline void call_gemm(fp4gemm_gemm_args_t const& args, int32_t device) {
+inline void call_gemm(fp4gemm_gemm_args_t const& args, int32_t device,
+                      fp4gemm_cast_t const& cast = FP4GEMM_CAST_INIT) {
   size_t bytes = 0;
-  check_status(fp4gemm_gemm_workspace_bytes(&args, device, &bytes));
+  check_status(fp4gemm_gemm_with_cast_workspace_bytes(&args, &cast, device, &bytes));
   std::optional<Tensor> workspace;
   void* data = nullptr;
   if (bytes > 0) {
     workspace = empty(static_cast<int64_t>(bytes), -1, ScalarType::Byte, device);
     data = workspace->mutable_data_ptr();
   }
-  check_status(fp4gemm_gemm(&args, data, bytes, device, current_stream(device)));
+  check_status(fp4gemm_gemm_with_cast(&args, &cast, data, bytes, device, current_stream(device)));
 }
 
 }  // namespace fp4gemm_torch

@@ -103,17 +103,16 @@ Tensor linear(Tensor const& x, Tensor const& weight, std::optional<Tensor> weigh
   bool const is_quantized = x_amax.has_value();  // before this call
   STD_TORCH_CHECK(x_e4m3_max == 448 || x_e4m3_max == 256, "x_e4m3_max: is ", x_e4m3_max,
                   ", must be 448 or 256");
-  STD_TORCH_CHECK(scaling >= FP4GEMM_QUANTIZE_A_NONE && scaling <= FP4GEMM_QUANTIZE_A_FP8, "scaling: is ",
-                  scaling, ", must be 0, 1, 2 or 3");
+  InputCast const input(scaling);
   STD_TORCH_CHECK(is_quantized || (!x_scales.has_value() && x_e4m3_max == 448),
                   "x_amax: is None, must be given with x_scales and with x_e4m3_max 256");
-  bool const fp8 = is_quantized ? is_fp8(x) : scaling == FP4GEMM_QUANTIZE_A_FP8;
+  bool const fp8 = is_quantized ? is_fp8(x) : input.quantize_a == FP4GEMM_QUANTIZE_A_FP8;
   STD_TORCH_CHECK(is_quantized || !is_fp8(x), "x_amax: is None, must be given with x in Float8_e4m3fn");
   STD_TORCH_CHECK(!fp8 || x_e4m3_max == 448, "x_e4m3_max: is ", x_e4m3_max, ", must be 448 for FP8 tokens");
   check_fast_accum(use_fast_accum, fp8);
 
   fp4gemm_gemm_args_t args = FP4GEMM_GEMM_ARGS_INIT;
-  args.quantize_a = is_quantized ? FP4GEMM_QUANTIZE_A_NONE : static_cast<fp4gemm_quantize_a_t>(scaling);
+  args.quantize_a = is_quantized ? FP4GEMM_QUANTIZE_A_NONE : input.quantize_a;
   bool const quantizes = args.quantize_a != FP4GEMM_QUANTIZE_A_NONE;
   Rows const rows = rows_of("x", x, !quantizes);
   args.m = rows.rows;
@@ -141,7 +140,10 @@ Tensor linear(Tensor const& x, Tensor const& weight, std::optional<Tensor> weigh
                : packed_operand("weight", "weight_scales", weight, *weight_scales, 0, args.n, args.k, device);
   args.alpha_col = vector_of("weight_amax", weight_amax, 0, args.n, device);
   // The product of the bounds is exact, so that there is one rounding.
-  int64_t const bound_of_x = fp8 ? 448 : quantizes || is_quantized ? 6 * x_e4m3_max : 1;
+  int64_t const bound_of_x = fp8            ? 448
+                             : quantizes    ? 6 * input.cast.e4m3_max
+                             : is_quantized ? 6 * x_e4m3_max
+                                            : 1;
   args.alpha = 1.0f / static_cast<float>(bound_of_x * 6 * weight_e4m3_max);
   args.bias = vector_of("bias", bias, 0, args.n, device);
   args.activation = static_cast<fp4gemm_activation_t>(narrow("activation", activation));
@@ -172,7 +174,7 @@ Tensor linear(Tensor const& x, Tensor const& weight, std::optional<Tensor> weigh
   args.batch_invariant = batch_invariant ? 1 : 0;
   args.use_fast_accum = use_fast_accum ? 1 : 0;
   args.kernel = kernel.has_value() ? kernel->c_str() : nullptr;
-  call_gemm(args, device);
+  call_gemm(args, device, is_quantized ? FP4GEMM_CAST_INIT : input.cast);
   return out;
 }
 

@@ -162,10 +162,8 @@ Tensor experts(Tensor const& x, Tensor const& topk_ids, Tensor const& topk_weigh
   int32_t const device = x.get_device_index();
   check_dims("x", x, 2);
   STD_TORCH_CHECK(x.is_contiguous(), "x: must be contiguous");
-  STD_TORCH_CHECK(scaling == FP4GEMM_QUANTIZE_A_NONE || scaling == FP4GEMM_QUANTIZE_A_ROW ||
-                      scaling == FP4GEMM_QUANTIZE_A_FP8,
-                  "scaling: is ", scaling, ", must be 0, 1 or 3");
-  bool const fp8 = scaling == FP4GEMM_QUANTIZE_A_FP8;
+  InputCast const input(scaling);
+  bool const fp8 = input.quantize_a == FP4GEMM_QUANTIZE_A_FP8;
   check_fast_accum(use_fast_accum, fp8);
   STD_TORCH_CHECK(w13.dim() > 0, "w13: has 0 dimensions, must have 3, or 2 with w13_rows");
   int64_t const num_experts = w13.size(0);
@@ -178,7 +176,8 @@ Tensor experts(Tensor const& x, Tensor const& topk_ids, Tensor const& topk_weigh
   args.d = x.size(1);
   args.x = x.const_data_ptr();
   args.x_dtype = dtype_of("x", x.scalar_type());
-  args.quantize_a = static_cast<fp4gemm_quantize_a_t>(scaling);
+  args.quantize_a = input.quantize_a;
+  args.cast = input.cast;
   args.activation = static_cast<fp4gemm_activation_t>(narrow("activation", activation));
   args.w13 = weights_of({"w13", w13, w13_scales, w13_amax, w13_bias, w13_rows, w13_e4m3_max}, num_experts,
                         args.d, fp8, device);

@@ -158,8 +158,21 @@ BAD_EXPERTS: list[tuple[dict[str, Any], str]] = [
     ({"x_dtype": 3}, "x_dtype: is 3, must be FP4GEMM_BF16"),
     ({"x_dtype": capi.FP32, **NONE}, "x_dtype: is FP4GEMM_FP32, must be FP4GEMM_BF16 or FP4GEMM_FP16 with"),
     ({"weights_dtype": -1}, "weights_dtype: is -1, must be FP4GEMM_BF16"),
-    ({"quantize_a": capi.QUANTIZE_A_TENSOR}, "quantize_a: is 2, must be FP4GEMM_QUANTIZE_A_NONE, "),
-    ({"quantize_a": 4}, "quantize_a: is 4, must be FP4GEMM_QUANTIZE_A_NONE, "),
+    ({"quantize_a": 4}, "quantize_a: is 4, must be a fp4gemm_quantize_a_t"),
+    ({"cast": capi.Cast(encode=2, e4m3_max=448)}, "cast.encode: is 2, must be a fp4gemm_encode_t"),
+    ({"cast": capi.Cast(four_over_six=3, e4m3_max=448)}, "cast.four_over_six: is 3, must be a fp4gemm_four"),
+    ({"cast": capi.Cast(e4m3_max=256)}, "cast.e4m3_max: is 256, must be 448, or 256 with four_over_six"),
+    ({"cast": capi.Cast()}, "cast.e4m3_max: is 0, must be 448, or 256 with four_over_six"),
+    ({"cast": capi.Cast(fast_error=1, e4m3_max=448)}, "cast.fast_error: is 1, must be 0, or 1 with four"),
+    ({"cast": capi.Cast(1, 2, 0, 256)}, "cast.encode: is 1, must be FP4GEMM_ENCODE_TE with four_over_six"),
+    (
+        {"cast": capi.Cast(1, 0, 0, 448), **FP8},
+        "quantize_a: is 3, must be FP4GEMM_QUANTIZE_A_ROW or FP4GEMM_",
+    ),
+    (
+        {"cast": capi.Cast(0, 1, 0, 256), **NONE},
+        "quantize_a: is 0, must be FP4GEMM_QUANTIZE_A_ROW or FP4GEMM_",
+    ),
     ({"activation": 99}, "activation: is 99, must be one of 0 (none), "),
     ({"activation": 99, "w13": weights(96)}, "activation: is 99, must be one of 0 (none), "),
     ({"batch_invariant": 2}, "batch_invariant: is 2, must be 0 or 1"),
@@ -253,7 +266,13 @@ def test_experts_refuses_pointers(changed: dict[str, Any], message: str) -> None
     assert message in library.fp4gemm_last_error().decode()
 
 
-@pytest.mark.parametrize("more", [{}, FP8, NONE], ids=["nvfp4", "fp8", "none"])
+SIX = {"cast": capi.Cast(0, 2, 1, 256)}
+PER_TOKEN = {"cast": capi.Cast(1, 0, 0, 448), "quantize_a": capi.QUANTIZE_A_TENSOR}
+
+
+@pytest.mark.parametrize(
+    "more", [{}, FP8, NONE, SIX, PER_TOKEN], ids=["nvfp4", "fp8", "none", "four_over_six", "te_per_token"]
+)
 def test_good_experts_reach_the_device(more: dict[str, Any]) -> None:
     """No check refuses them. The query uses no pointer, and asks for a device that does not exist."""
     library, size = capi.core(), ctypes.c_size_t()

@@ -110,15 +110,60 @@ def test_refusals(name: str) -> None:
     assert message in library.fp4gemm_last_error().decode()
 
 
-def run(args: GemmArgs, device: torch.device) -> None:
+BAD_CASTS: dict[str, tuple[dict[str, Any], tuple[int, ...] | None, str]] = {
+    "null": ({}, None, "cast: is null, must point at the options"),
+    "encode": ({}, (2, 0, 0, 448), "cast.encode: is 2, must be a fp4gemm_encode_t"),
+    "four over six": ({}, (0, -1, 0, 448), "cast.four_over_six: is -1, must be a fp4gemm_four_over_six_t"),
+    "bound": ({}, (0, 0, 0, 256), "cast.e4m3_max: is 256, must be 448, or 256 with four_over_six"),
+    "other bound": ({}, (0, 1, 0, 240), "cast.e4m3_max: is 240, must be 448, or 256 with four_over_six"),
+    "error": ({}, (0, 0, 1, 448), "cast.fast_error: is 1, must be 0, or 1 with four_over_six"),
+    "both": ({}, (1, 1, 0, 448), "cast.encode: is 1, must be FP4GEMM_ENCODE_TE with four_over_six"),
+    "none": (
+        {"quantize_a": 0},
+        (0, 1, 0, 448),
+        "quantize_a: is 0, must be FP4GEMM_QUANTIZE_A_ROW or ",
+    ),
+    "fp8": (
+        {"quantize_a": 3},
+        (1, 0, 0, 448),
+        "quantize_a: is 3, must be FP4GEMM_QUANTIZE_A_ROW or ",
+    ),
+    "rows": (
+        {"a_rows": ADDRESS, "a_num_rows": 4},
+        (0, 1, 0, 448),
+        "a_rows: is given, must be null with cast.encode or cast.four_over_six",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_CASTS)
+def test_casts_that_are_refused(name: str) -> None:
+    library, num_bytes = capi.core(), ctypes.c_size_t()
+    changed, cast, message = BAD_CASTS[name]
+    args, options = arguments(**changed), None if cast is None else ctypes.byref(capi.Cast(*cast))
+    for status in (
+        library.fp4gemm_gemm_with_cast_workspace_bytes(
+            ctypes.byref(args), options, 0, ctypes.byref(num_bytes)
+        ),
+        library.fp4gemm_gemm_with_cast(ctypes.byref(args), options, None, 0, 0, None),
+    ):
+        assert status == capi.INVALID_ARGUMENT
+        assert message in library.fp4gemm_last_error().decode()
+
+
+def run(args: GemmArgs, device: torch.device, cast: capi.Cast | None = None) -> None:
     """The call in a workspace of exactly the bytes that it needs, full of 0xFF."""
     library = capi.core()
     num_bytes = ctypes.c_size_t()
-    status = library.fp4gemm_gemm_workspace_bytes(ctypes.byref(args), 0, ctypes.byref(num_bytes))
+    more = () if cast is None else (ctypes.byref(cast),)
+    name = "fp4gemm_gemm" if cast is None else "fp4gemm_gemm_with_cast"
+    query = getattr(library, f"{name}_workspace_bytes")
+    status = query(ctypes.byref(args), *more, 0, ctypes.byref(num_bytes))
     assert status == capi.SUCCESS, library.fp4gemm_last_error()
     workspace = torch.full((num_bytes.value,), 0xFF, dtype=torch.uint8, device=device)
     stream = torch.cuda.current_stream(device).cuda_stream
-    status = library.fp4gemm_gemm(ctypes.byref(args), workspace.data_ptr(), num_bytes, 0, stream)
+    call = getattr(library, name)
+    status = call(ctypes.byref(args), *more, workspace.data_ptr(), num_bytes, 0, stream)
     assert status == capi.SUCCESS, library.fp4gemm_last_error()
 
 
@@ -138,22 +183,39 @@ def gpu() -> torch.device:
     return torch.device("cuda:0")
 
 
+CASTS: dict[str, tuple[capi.Cast | None, dict[str, Any]]] = {
+    "default": (None, {}),
+    "te_per_token": (capi.Cast(1, 0, 0, 448), {"encode": "te_per_token"}),
+    "mae": (capi.Cast(0, 1, 0, 256), {"four_over_six": "mae"}),
+    "mse": (
+        capi.Cast(0, 2, 1, 448),
+        {"four_over_six": "mse", "four_over_six_error": "fast", "e4m3_max": 448},
+    ),
+}
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("form", ["codes", "prepacked"])
+@pytest.mark.parametrize("cast", CASTS)
 @pytest.mark.parametrize("scaling", SCALINGS)
 @pytest.mark.parametrize("dtype", FLOATS, ids=short)
-def test_the_bits_of_both_calls(dtype: torch.dtype, scaling: Any, form: str, gpu: torch.device) -> None:
+def test_the_bits_of_both_calls(
+    dtype: torch.dtype, scaling: Any, cast: str, form: str, gpu: torch.device
+) -> None:
     """Dense; rows of A may be apart, and the bits are those of the reference."""
     if form == "prepacked" and not fp4gemm.support.streams_prepacked(gpu):
         pytest.skip("this device does not read prepacked weights")
     gen = torch.Generator().manual_seed(1)
+    options, keywords = CASTS[cast]
+    alpha = ALPHA if options is None else 1 / (36 * options.e4m3_max * 448)
     for m, n, k in ((1, 64, 64), (5, 40, 96), (8, 512, 1024), (130, 264, 320), (300, 2048, 512)):
         wide = torch.randn(m, 2 * k, generator=gen).to(dtype).to(gpu)
         w = fp4gemm.quantize(torch.randn(n, k, generator=gen).bfloat16().to(gpu))
         b, kept = operand(w, form)
         bias = torch.randn(n, generator=gen).to(gpu)
         for x in (wide[:, :k].contiguous(), wide[:, :k]):
-            want = fp4gemm.mm(fp4gemm.quantize(x.cpu(), scaling=scaling), w.to("cpu"), bias=bias.cpu())
+            quantized = fp4gemm.quantize(x.cpu(), scaling=scaling, **keywords)
+            want = fp4gemm.mm(quantized, w.to("cpu"), bias=bias.cpu())
             d, _ = poisoned(m, n, torch.bfloat16, gpu)
             args = GemmArgs(
                 m=m,
@@ -163,14 +225,14 @@ def test_the_bits_of_both_calls(dtype: torch.dtype, scaling: Any, form: str, gpu
                 b=b,
                 b_is_constant=int(form == "prepacked"),
                 alpha_col=Vector(w.amax.data_ptr(), n),
-                alpha=ALPHA,
+                alpha=alpha,
                 bias=Vector(bias.data_ptr(), n),
                 d=d.data_ptr(),
                 d_row_stride=n,
                 quantize_a=SCALINGS[scaling],
                 a_row_stride=0 if x.is_contiguous() else x.stride(0),
             )
-            run(args, gpu)
+            run(args, gpu, options)
             assert_bits(d, want, f"{m} {n} {k} {x.stride()}")
         del kept
 

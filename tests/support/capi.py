@@ -180,6 +180,10 @@ class CombineArgs(Args):
     _defaults_: ClassVar[dict[str, object]] = {"top_k": 1, "weights_dtype": FP32}
 
 
+class Cast(ctypes.Structure):
+    _fields_ = [("encode", c_int), ("four_over_six", c_int), ("fast_error", c_int), ("e4m3_max", c_int)]
+
+
 class ExpertWeights(ctypes.Structure):
     _fields_ = [
         ("n", c_int64),
@@ -209,6 +213,7 @@ class ExpertsArgs(Args):
         ("w2", ExpertWeights),
         ("activation", c_int),
         ("quantize_a", c_int),
+        ("cast", Cast),
         ("batch_invariant", c_int),
         ("use_fast_accum", c_int),
         ("out", c_void_p),
@@ -216,6 +221,7 @@ class ExpertsArgs(Args):
     _defaults_: ClassVar[dict[str, object]] = {
         "top_k": 1,
         "weights_dtype": FP32,
+        "cast": Cast(e4m3_max=448),
         "w13": ExpertWeights(e4m3_max=448, scaling=SCALING_ROW),
         "w2": ExpertWeights(e4m3_max=448, scaling=SCALING_ROW),
         "activation": ACTIVATIONS["swiglu"],
@@ -263,6 +269,10 @@ def declare(library: ctypes.CDLL) -> ctypes.CDLL:
     library.fp4gemm_last_error.restype = c_char_p
     library.fp4gemm_gemm_workspace_bytes.argtypes = [POINTER(GemmArgs), c_int, POINTER(c_size_t)]
     library.fp4gemm_gemm.argtypes = [POINTER(GemmArgs), c_void_p, c_size_t, c_int, c_void_p]
+    size_and_cast = [POINTER(GemmArgs), POINTER(Cast), c_int, POINTER(c_size_t)]
+    library.fp4gemm_gemm_with_cast_workspace_bytes.argtypes = size_and_cast
+    gemm_and_cast = [POINTER(GemmArgs), POINTER(Cast), c_void_p, c_size_t, c_int, c_void_p]
+    library.fp4gemm_gemm_with_cast.argtypes = gemm_and_cast
     library.fp4gemm_quantize.argtypes = [POINTER(QuantizeArgs), c_int, c_void_p]
     library.fp4gemm_quantize_searched.argtypes = [POINTER(QuantizeSearchedArgs), c_int, c_void_p]
     library.fp4gemm_quantize_stack.argtypes = [POINTER(QuantizeArgs), c_int, c_int, c_void_p]

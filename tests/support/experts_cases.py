@@ -82,15 +82,18 @@ def block_of(
     )
 
 
-def by_public_functions(b: Block, quantizes: bool = True) -> Tensor:
-    """The block by route, quantize, grouped_mm and combine, each tested by itself."""
+def by_public_functions(b: Block, quantizes: bool = True, **cast: Any) -> Tensor:
+    """The block by route, quantize, grouped_mm and combine, each tested by itself.
+
+    ``cast`` has keywords of quantize for the rows of x and of h.
+    """
     routing = fp4gemm.route(b.ids, b.w13.shape[0])
     token = routing.token_of_row
     rows = torch.where(token[:, None] >= 0, b.x[token.clamp(min=0).long()], 0)
     hidden_dtype = torch.bfloat16 if b.x.dtype is torch.float32 else b.x.dtype
 
     def product(a: Tensor, w: Any, bias: Tensor | None, activation: str | None, dtype: torch.dtype) -> Tensor:
-        left = fp4gemm.quantize(a, offs=routing.offs) if quantizes else a
+        left = fp4gemm.quantize(a, offs=routing.offs, **cast) if quantizes else a
         terms = {"bias": bias, "activation": activation, "out_dtype": dtype}
         return fp4gemm.grouped_mm(left, w, routing.offs, **terms)
 

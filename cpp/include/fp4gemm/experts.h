@@ -3,6 +3,7 @@
 #ifndef FP4GEMM_EXPERTS_H_
 #define FP4GEMM_EXPERTS_H_
 
+#include "fp4gemm/casts.h"
 #include "fp4gemm/fp4gemm.h"
 
 #ifdef __cplusplus
@@ -48,10 +49,12 @@ typedef struct fp4gemm_experts_args {
   fp4gemm_expert_weights_t w13;    /* k = d; with a gated activation, gate and up are interleaved rows */
   fp4gemm_expert_weights_t w2;     /* n = d; k is the n of w13, or half of it with a gated activation */
   fp4gemm_activation_t activation; /* of the first product */
-  /* What the rows of x and of h are quantized to, each with an amax of its own. FP4GEMM_QUANTIZE_A_ROW:
-   * NVFP4. FP4GEMM_QUANTIZE_A_FP8: FP8 tokens. FP4GEMM_QUANTIZE_A_NONE: they are not quantized, and x must be
+  /* What the rows of x and of h are quantized to. FP4GEMM_QUANTIZE_A_ROW: NVFP4, each row with an amax of its
+   * own. FP4GEMM_QUANTIZE_A_TENSOR: NVFP4, the rows of each expert with one amax. FP4GEMM_QUANTIZE_A_FP8: FP8
+   * tokens, each row with an amax of its own. FP4GEMM_QUANTIZE_A_NONE: they are not quantized, and x must be
    * bf16 or fp16. */
   fp4gemm_quantize_a_t quantize_a;
+  fp4gemm_cast_t cast; /* how they are quantized to NVFP4; FP4GEMM_CAST_INIT without that */
   int batch_invariant; /* this and the following as in fp4gemm_gemm_args_t, for both products */
   int use_fast_accum;
   void* out; /* out (t, d) of the type of x, contiguous, 16-byte aligned */
@@ -67,6 +70,7 @@ static inline fp4gemm_experts_args_t fp4gemm_experts_args_init(void) {
   args.w2 = fp4gemm_expert_weights_init();
   args.activation = FP4GEMM_ACTIVATION_SWIGLU;
   args.quantize_a = FP4GEMM_QUANTIZE_A_ROW;
+  args.cast = fp4gemm_cast_init();
   return args;
 }
 #define FP4GEMM_EXPERTS_ARGS_INIT fp4gemm_experts_args_init()
@@ -81,11 +85,11 @@ FP4GEMM_API fp4gemm_status_t fp4gemm_experts_workspace_bytes(const fp4gemm_exper
  *     y[r]   = cast( Q(h[r]) W2[e]^T + bias2[e] )
  *     out[i] = fp4gemm_combine of the rows y that are those of token i, with its topk_weights
  *
- * where Q is what quantize_a says, and each product is the grouped fp4gemm_gemm of the rows, with the amaxes
- * of the weights and alpha for their e4m3_max. h has the type of x, or bf16 where x is fp32; y has the type
- * of x. A slot that names no expert contributes nothing. The bits are those of the single calls:
- * fp4gemm_route; fp4gemm_gemm with a_rows = token_of_row (without quantize_a, rows that were copied);
- * fp4gemm_gemm; fp4gemm_combine. The host never reads topk_ids, so that a captured graph may be replayed with
+ * where Q is what quantize_a and cast say, and each product is the grouped fp4gemm_gemm of the rows, with the
+ * amaxes of the weights and alpha for their e4m3_max. h has the type of x, or bf16 where x is fp32; y has the
+ * type of x. A slot that names no expert contributes nothing. The bits are those of the single calls:
+ * fp4gemm_route; fp4gemm_gemm_with_cast of the rows of x that token_of_row names; fp4gemm_gemm_with_cast;
+ * fp4gemm_combine. The host never reads topk_ids, so that a captured graph may be replayed with
  * other ids.
  *
  * workspace: at least that many bytes, 256-byte aligned, as in fp4gemm_gemm. Where no kernel serves a product

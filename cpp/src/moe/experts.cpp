@@ -19,6 +19,12 @@ using ExpertsArgs = fp4gemm_experts_args_t;
 constexpr int32_t kNotNull = 0;
 
 bool quantizes_tokens(ExpertsArgs const& args) { return args.quantize_a != FP4GEMM_QUANTIZE_A_NONE; }
+/// Whether the first product gathers the rows of x while it quantizes them, which one amax for the rows of an
+/// expert and the options of a cast exclude. Otherwise they are copied first.
+bool gathers_rows(ExpertsArgs const& args) {
+  return (args.quantize_a == FP4GEMM_QUANTIZE_A_ROW && is_default(args.cast)) ||
+         args.quantize_a == FP4GEMM_QUANTIZE_A_FP8;
+}
 bool has_fp8_tokens(ExpertsArgs const& args) { return args.quantize_a == FP4GEMM_QUANTIZE_A_FP8; }
 int64_t num_rows(ExpertsArgs const& args) { return args.num_tokens * args.top_k; }
 
@@ -69,11 +75,9 @@ fp4gemm_status_t check_problem(ExpertsArgs const* args) {
   FP4GEMM_TRY(check_args(args));
   FP4GEMM_TRY(check_slots(args->num_tokens, args->top_k));
   FP4GEMM_TRY(check_size("num_experts", args->num_experts, 1, 1, kMaxExperts));
-  FP4GEMM_CHECK(args->quantize_a == FP4GEMM_QUANTIZE_A_NONE || args->quantize_a == FP4GEMM_QUANTIZE_A_ROW ||
-                    args->quantize_a == FP4GEMM_QUANTIZE_A_FP8,
-                "quantize_a: is %d, must be FP4GEMM_QUANTIZE_A_NONE, FP4GEMM_QUANTIZE_A_ROW or "
-                "FP4GEMM_QUANTIZE_A_FP8",
-                static_cast<int>(args->quantize_a));
+  FP4GEMM_CHECK(args->quantize_a >= FP4GEMM_QUANTIZE_A_NONE && args->quantize_a <= FP4GEMM_QUANTIZE_A_FP8,
+                "quantize_a: is %d, must be a fp4gemm_quantize_a_t", static_cast<int>(args->quantize_a));
+  FP4GEMM_TRY(check_cast("cast.", args->cast, args->quantize_a, /*gathers=*/false));
   FP4GEMM_TRY(check_dtype("x_dtype", args->x_dtype));
   FP4GEMM_CHECK(quantizes_tokens(*args) || args->x_dtype != FP4GEMM_FP32,
                 "x_dtype: is FP4GEMM_FP32, must be FP4GEMM_BF16 or FP4GEMM_FP16 with "
@@ -147,8 +151,8 @@ GemmArgs product_of(ExpertsArgs const& args, fp4gemm_expert_weights_t const& wei
   product.quantize_a = args.quantize_a;
   product.b = weights.operand;
   product.b_is_constant = weights.is_constant;
-  // 1 / (6 B), 1 / (36 * 448 B) or 1 / (448 * 6 B), rounded once: the denominators are exact in fp32.
-  int const bound_of_rows = !quantizes_tokens(args) ? 1 : has_fp8_tokens(args) ? 448 : 6 * 448;
+  // 1 / (6 B), 1 / (36 * B_a B) or 1 / (448 * 6 B), rounded once: the denominators are exact in fp32.
+  int const bound_of_rows = !quantizes_tokens(args) ? 1 : has_fp8_tokens(args) ? 448 : 6 * args.cast.e4m3_max;
   product.alpha = 1.0f / static_cast<float>(6 * weights.e4m3_max * bound_of_rows);
   product.alpha_col = vector_of(weights.amax, weights.scaling == FP4GEMM_SCALING_ROW ? weights.n : 1);
   product.bias = vector_of(weights.bias, weights.n);
@@ -165,7 +169,7 @@ struct ExpertsPlan {
   GemmArgs product13, product2;
   GemmPlan plan13, plan2;
   size_t offs = 0, token_of_row = 0, row_of_pair = 0;  // the result of the routing
-  size_t rows = 0;                                     // of x, copied; without quantize_a
+  size_t rows = 0;                                     // of x, copied unless the first product gathers them
   size_t h = 0, y = 0;
   size_t shared = 0;  // the workspace of each launch in turn
   size_t total_bytes = 0;
@@ -176,7 +180,8 @@ fp4gemm_status_t make_plan(ExpertsArgs const& args, int device, ExpertsPlan* pla
   int64_t const k2 = columns_of_h(args);
   plan->product13 = product_of(args, args.w13, args.d, args.x_dtype, h_dtype(args), args.activation);
   plan->product2 = product_of(args, args.w2, k2, h_dtype(args), args.x_dtype, FP4GEMM_ACTIVATION_NONE);
-  if (quantizes_tokens(args)) {  // the first product gathers its rows
+  plan->plan13.cast = plan->plan2.cast = args.cast;
+  if (gathers_rows(args)) {
     plan->product13.a_rows = &kNotNull;
     plan->product13.a_num_rows = args.num_tokens;
   }
@@ -195,7 +200,7 @@ fp4gemm_status_t make_plan(ExpertsArgs const& args, int device, ExpertsPlan* pla
   plan->offs = take(args.num_experts * kIndexBytes);
   plan->token_of_row = take(rows * kIndexBytes);
   plan->row_of_pair = take(rows * kIndexBytes);
-  plan->rows = take(quantizes_tokens(args) ? 0 : rows * args.d * dtype_bytes(args.x_dtype));
+  plan->rows = take(gathers_rows(args) ? 0 : rows * args.d * dtype_bytes(args.x_dtype));
   plan->h = take(rows * k2 * dtype_bytes(h_dtype(args)));
   plan->y = take(rows * args.d * dtype_bytes(args.x_dtype));
   auto const of_route =
@@ -235,7 +240,7 @@ fp4gemm_status_t launch(ExpertsArgs const& args, ExpertsPlan& plan, char* worksp
   GemmArgs& product13 = plan.product13;
   GemmArgs& product2 = plan.product2;
   product13.offs = product2.offs = routing.offs;
-  if (quantizes_tokens(args)) {
+  if (gathers_rows(args)) {
     product13.a.data = args.x;
     product13.a_rows = routing.token_of_row;
   } else {

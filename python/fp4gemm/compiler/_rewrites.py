@@ -17,7 +17,7 @@ from .._checks import ALIGN_BYTES, FLOAT_DTYPES, HALF_DTYPES
 from .._fusions import ACTIVATIONS, GATES, PLAIN_NORMS, TORCH_NORM, WEIGHTED_NORMS, half_of, value
 from ..activations import by_name
 from ..ops import operators
-from ..ops.linear import FP8_ROW, NOT_QUANTIZED, ROW
+from ..ops.inputs import FP8_ROW, NOT_QUANTIZED, ROW, checked_input
 from . import _graph as g
 from .report import Fusion, FusionReport, Left, Rewrite
 
@@ -167,12 +167,15 @@ class _Rewriter:
         for (x, scaling), linears in groups.items():
             if len(linears) > 1:
                 rows = g.rows_of(linears[0], x)
-                more = () if scaling == FP8_ROW else (None, scaling == ROW)
-                parts = _quantized(linears[0], "quantize", linears, rows, *more)
-                self._feed("shared", linears, parts, x)
+                cast = checked_input(scaling)
+                more = () if scaling == FP8_ROW else (None, cast.scaling == ROW)
+                parts = _quantized(linears[0], "quantize", linears, rows, *more, **cast.options())
+                self._feed("shared", linears, parts, x, cast.e4m3_max)
 
-    def _feed(self, name: Rewrite, linears: list[Node], parts: list[Any], alive: Node) -> None:
-        """Let linears read data, scales and amax in place of their x."""
+    def _feed(
+        self, name: Rewrite, linears: list[Node], parts: list[Any], alive: Node, e4m3_max: int = 448
+    ) -> None:
+        """Let linears read data, scales and amax, quantized with this bound, in place of their x."""
         data, scales, amax = parts
         self._did(name, *linears)
         for linear in linears:
@@ -180,7 +183,9 @@ class _Rewriter:
             x = value(call.x)
             read = g.with_leading(linear, data, g.leading_sizes(x.shape, alive))
             dtype = x.dtype if call.out_dtype is None else call.out_dtype
-            changed = call._replace(x=read, x_scales=scales, x_amax=amax, out_dtype=dtype)
+            changed = call._replace(
+                x=read, x_scales=scales, x_amax=amax, x_e4m3_max=e4m3_max, out_dtype=dtype
+            )
             g.replace_linear(linear, linear, changed)
 
     def _did(self, name: Rewrite, *linears: Node) -> None:
@@ -200,7 +205,7 @@ def _computing(graph: Graph) -> Iterator[Node]:
             yield node
 
 
-def _quantized(at: Node, name: str, readers: list[Node], *args: Any) -> list[Any]:
+def _quantized(at: Node, name: str, readers: list[Node], *args: Any, **options: Any) -> list[Any]:
     """The results of a quantizer ahead of ``at``: data, scales or None, amax, and the others.
 
     FP8 tokens where the readers make them. Decoded where the kernels read prepacked weights, as
@@ -211,9 +216,9 @@ def _quantized(at: Node, name: str, readers: list[Node], *args: Any) -> list[Any
         return [data, None, *others]
     is_prepacked = any(g.call_of(linear).weight_rows for linear in readers)
     if is_prepacked or support.streams_prepacked(value(readers[0]).device):
-        data, *others = g.results(at, g.add_node(at, getattr(operators, f"{name}_decoded"), *args))
+        data, *others = g.results(at, g.add_node(at, getattr(operators, f"{name}_decoded"), *args, **options))
         return [data, None, *others]
-    return g.results(at, g.add_node(at, getattr(operators, name), *args))
+    return g.results(at, g.add_node(at, getattr(operators, name), *args, **options))
 
 
 def _readers(node: Node, alive: Node) -> list[Node] | str:
@@ -223,11 +228,13 @@ def _readers(node: Node, alive: Node) -> list[Node] | str:
         if user.target is operators.linear:
             call = g.call_of(user)
             if (
-                call.scaling not in (ROW, FP8_ROW)
+                checked_input(call.scaling).scaling not in (ROW, FP8_ROW)
                 or call.x_amax is not None
                 or sum(arg is node for arg in call) != 1
             ):
                 return "a layer reads its result without an amax for each row"
+            if call.scaling not in (ROW, FP8_ROW):
+                return "a layer quantizes its result with options that the fused quantizers do not have"
             if g.leading_sizes(value(node).shape, alive) is None:
                 return "the leading sizes of its result are not those of its input"
             found.append(user)

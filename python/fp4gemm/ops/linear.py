@@ -14,23 +14,11 @@ from . import gemm as gemm_ops
 from ._call import Operator, accepts
 from .fp8 import quantize_fp8
 from .gemm import GemmCall, gemm, gemm_compiled
+from .inputs import FP8_ROW, NOT_QUANTIZED, checked_input
 from .parts import OperandParts, checked_weight
-from .quantize import QuantizeCall, quantize, quantize_compiled
+from .quantize import quantize, quantize_compiled
 
-__all__ = [
-    "FP8_ROW",
-    "NOT_QUANTIZED",
-    "OPERATORS",
-    "ROW",
-    "TENSOR",
-    "LinearCall",
-    "checked_bias",
-    "linear",
-]
-
-# scaling: 0 does not quantize x; 1 gives each row an amax, 2 all rows together; 3 quantizes x to FP8 tokens,
-# with an amax for each row.
-NOT_QUANTIZED, ROW, TENSOR, FP8_ROW = 0, 1, 2, 3
+__all__ = ["OPERATORS", "LinearCall", "checked_bias", "linear"]
 
 
 class LinearCall(NamedTuple):
@@ -43,7 +31,7 @@ class LinearCall(NamedTuple):
     bias: Tensor | None = None
     weight_rows: int = 0  # n of a prepacked weight; 0: it is not prepacked
     weight_e4m3_max: int = 448
-    scaling: int = 1  # 0: x is not quantized; 1: an amax for each row of x; 2: one; 3: FP8 tokens
+    scaling: int = 1  # the number of an InputCast: what becomes of x
     activation: int = 0
     c: Tensor | None = None
     beta: float = 1.0
@@ -132,7 +120,7 @@ def checked(call: LinearCall) -> Shape:
 
 def _checked_x(call: LinearCall) -> torch.dtype:
     """Check the dtype of x and the options that belong to it; return the dtype of the result by default."""
-    _checks.is_one_of("scaling", call.scaling, (NOT_QUANTIZED, ROW, TENSOR, FP8_ROW))
+    checked_input(call.scaling)
     _checks.is_one_of("x_e4m3_max", call.x_e4m3_max, _checks.E4M3_BOUNDS)
     if call.x_amax is None:
         if call.x_scales is not None:
@@ -169,8 +157,9 @@ def _checked_c(value: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device
 def linear(call: LinearCall) -> Tensor:
     """y = cast(act(fl(alpha * fl(amax_w[n] * fl(amax_x[m] * acc))) + bias[n]) + fl(beta * c)).
 
-    The bits are those of :func:`quantize` of the rows of x, followed by :func:`gemm` with alpha =
-    fl(1 / (36 * x_e4m3_max * weight_e4m3_max)). With scaling 0, x is not quantized: there is no amax_x, and
+    The bits are those of :func:`quantize` of the rows of x, with the options that scaling has, followed by
+    :func:`gemm` with alpha = fl(1 / (36 * B_x * weight_e4m3_max)), B_x the bound that x is quantized with, or
+    was, x_e4m3_max. With scaling 0, x is not quantized: there is no amax_x, and
     alpha = fl(1 / (6 * weight_e4m3_max)). With scaling 3, or an x of FP8 tokens, the bits are those of
     :func:`quantize_fp8` and :func:`gemm` with alpha = fl(1 / (448 * 6 * weight_e4m3_max)).
 
@@ -187,7 +176,8 @@ def linear(call: LinearCall) -> Tensor:
         weight_rows: n if the weight is prepacked, else 0.
         weight_e4m3_max: 448 or 256, the bound that the weight was quantized with.
         scaling: 0 does not quantize x; 1 gives each row of x an amax, 2 all rows together one; 3 makes
-            FP8 tokens of x, with an amax for each row. It is not read with x_amax.
+            FP8 tokens of x, with an amax for each row. 1 and 2 with options of the cast are the number of an
+            :class:`.inputs.InputCast`. It is not read with x_amax.
         activation: a number as in :func:`activate`.
         c: a tensor of the shape and the dtype of y, any strides, or None.
         beta: one number, rounded to float32; it must be 1 without c.
@@ -217,7 +207,9 @@ def _linear_by(call: LinearCall, quantize: Callable[..., Any], gemm: Callable[..
         data, amax = quantize_fp8(rows)
         a = OperandParts(data, None, amax)
     elif call.scaling != NOT_QUANTIZED:
-        a = OperandParts(*quantize(*QuantizeCall(rows, None, call.scaling == ROW)))
+        cast = checked_input(call.scaling)
+        data, scales, amax = quantize(*cast.quantize_call(rows))
+        a = OperandParts(data, scales, amax, cast.e4m3_max)
     product = GemmCall.of(
         a,
         call.weight_parts,

@@ -16,12 +16,12 @@ from .. import _checks, activations, support
 from ..activations import Activation
 from ..reference import moe as formulas
 from ..reference.chunks import gathered
-from ._call import Operator, accepts
+from ._call import Operator, accepts, narrowed
 from .fp8 import quantize_fp8
 from .gemm import GemmCall, gemm, gemm_compiled
-from .linear import FP8_ROW, NOT_QUANTIZED, ROW
+from .inputs import FP8_ROW, NOT_QUANTIZED, checked_input
 from .parts import OperandParts, checked_stack
-from .quantize import quantize_decoded, quantize_decoded_compiled
+from .quantize import QuantizeDecodedCall, quantize_decoded, quantize_decoded_compiled
 
 __all__ = [
     "MAX_EXPERTS",
@@ -209,7 +209,7 @@ class ExpertsCall(NamedTuple):
     w2_rows: int = 0
     w13_e4m3_max: int = 448
     w2_e4m3_max: int = 448
-    scaling: int = 1  # 1: one amax for each row of x and of h; 0: neither is quantized; 3: both to FP8 tokens
+    scaling: int = 1  # the number of an InputCast: what becomes of the rows of x and of h
     activation: int = 4
     batch_invariant: bool = False
     use_fast_accum: bool = False
@@ -244,16 +244,10 @@ class ExpertsCall(NamedTuple):
         )
 
 
-def quantizes_tokens(scaling: object) -> bool:
-    """Check scaling, 0, 1 or 3, and return whether the tokens are quantized, each with its own amax."""
-    _checks.is_one_of("scaling", scaling, (NOT_QUANTIZED, ROW, FP8_ROW))
-    return scaling != NOT_QUANTIZED
-
-
 def check_experts(call: ExpertsCall) -> Activation:
     """Check the arguments of experts, except for the routing, and return the activation."""
     function = "fp4gemm.experts"
-    quantizes = quantizes_tokens(call.scaling)
+    quantizes = checked_input(call.scaling).scaling != NOT_QUANTIZED
     fp8 = call.scaling == FP8_ROW
     k_step = _checks.FP8_STEP if fp8 else _checks.K_STEP_MM
     x = _checks.quantize_input(
@@ -302,8 +296,9 @@ def experts(call: ExpertsCall) -> Tensor:
         w2_scales, w2_amax, w2_bias: as for w13.
         w13_rows, w2_rows: the rows of prepacked weights, else 0.
         w13_e4m3_max, w2_e4m3_max: the bounds of the block scales, 448 or 256.
-        scaling: 1: tokens and h are quantized with one amax a row. 0: they are not (W4A16). 3: they become
-            FP8 tokens, with one amax a row (W4A8).
+        scaling: 1: tokens and h are quantized with one amax a row. 2: with one for the rows of each expert.
+            0: they are not (W4A16). 3: they become FP8 tokens, with one amax a row (W4A8). 1 and 2 with
+            options of the cast are the number of an :class:`.inputs.InputCast`.
         activation: a number as in :func:`activate`.
         batch_invariant, use_fast_accum: bools, which do not change the bits of the reference; the second must
             be False unless scaling is 3.
@@ -319,18 +314,17 @@ def _experts_by(
 ) -> Tensor:
     """Return :func:`experts` with other implementations of quantize_decoded and gemm, of the same bits."""
     activation = check_experts(call)
+    cast = checked_input(call.scaling)
 
     def product(rows: Tensor, weight: OperandParts, activation: int, out_dtype: torch.dtype) -> Tensor:
         """The grouped product of rows, quantized first unless scaling is 0, and a weight."""
         a: Tensor | OperandParts = rows
-        if call.scaling:
-            quantized = (
-                quantize_fp8(rows, offs)
-                if call.scaling == FP8_ROW
-                else quantize_decoded(rows, None, True, offs=offs)
-            )
-            data, amax = quantized
+        if cast.scaling == FP8_ROW:
+            data, amax = quantize_fp8(rows, offs)
             a = OperandParts(data, None, amax)
+        elif cast.scaling != NOT_QUANTIZED:
+            data, amax = quantize_decoded(*narrowed(QuantizeDecodedCall, cast.quantize_call(rows, offs)))
+            a = OperandParts(data, None, amax, cast.e4m3_max)
         return gemm(*GemmCall.of(a, weight, offs, activation=activation, out_dtype=out_dtype))
 
     x = call.x

@@ -14,7 +14,8 @@ combine adds the results of the rows of a token, with fl(.) one float32 operatio
     s_0 = 0,  s_{j+1} = fl(s_j + fl(w[i, j] * y[row_of_pair[i, j]])),  or s_j where the row is outside of y
     out[i] = cast(s_top_k)
 
-experts is both products of a block, with Q the quantization of each row (:mod:`.nvfp4`, one amax a row)::
+experts is both products of a block, with Q the quantization of the rows (:mod:`.nvfp4`, one amax a row, or
+one for the rows of each expert)::
 
     h = cast(act(Q(x[token_of_row]) Q(w13[e]).T + b13[e])),  y = cast(Q(h) Q(w2[e]).T + b2[e])
     out = combine(y, row_of_pair, topk_weights)
