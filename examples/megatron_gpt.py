@@ -108,7 +108,7 @@ def model_of(config: TransformerConfig, args: argparse.Namespace) -> Distributed
         share_embeddings_and_output_weights=False,
     )
     how = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=False)
-    return DistributedDataParallel(config, how, model.to(device_of()))
+    return DistributedDataParallel(config, how, model.to(device_of(), config.params_dtype))
 
 
 def device_of() -> torch.device:

@@ -5,6 +5,7 @@ megatron-core is in requirements/test.txt: its wheel has 2.6 MB and needs numpy,
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import unittest.mock
@@ -452,6 +453,21 @@ def test_wrong_arguments_of_layers_are_named(here: Any) -> None:
         grouped(here, is_expert=False)
     with pytest.raises(ValueError, match=r"m_splits: got 2 numbers with the sum 5, must be 2 with the sum 7"):
         grouped(here)(torch.ones(7, 64, dtype=torch.bfloat16), [2, 3])
+
+
+def test_weights_of_megatron_fsdp_are_refused_with_the_fusion(here: Any) -> None:
+    """Their main_grad exists in the backward pass alone."""
+    x, wanted = (
+        torch.ones(3, 1, 64, dtype=torch.bfloat16),
+        "gradient_accumulation_fusion: is True with a weight",
+    )
+    for is_fused in (False, True):
+        dense, of_experts = layer(here, fuse_main_grad=is_fused), grouped(here, fuse_main_grad=is_fused)
+        for weight in (dense.weight, of_experts.weight0):
+            weight.__fsdp_param__ = True
+        for call in (lambda dense=dense: dense(x), lambda e=of_experts: e(x.flatten(0, 1), [1, 2])):
+            with pytest.raises(NotImplementedError, match=wanted) if is_fused else contextlib.nullcontext():
+                call()
 
 
 def test_biases_of_grouped_layers(here: Any) -> None:

@@ -5,12 +5,22 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+from torch import Tensor
+
 from ... import _checks
 from ...training.cache import WeightCache
 from ...training.functional import STEP
 from ...training.recipe import Recipe
 
-__all__ = ["cache_of", "check_config", "check_size", "is_fused", "without_fusion"]
+__all__ = [
+    "cache_of",
+    "check_config",
+    "check_fusion",
+    "check_size",
+    "check_whole",
+    "is_fused",
+    "without_fusion",
+]
 
 # The options that a layer refuses unless they have this value (or do not exist, in another version), and why.
 _REFUSED: dict[str, tuple[Any, str]] = {
@@ -32,6 +42,23 @@ def check_config(config: Any) -> None:
         value = getattr(config, name, wanted)
         if value != wanted and value is not None:
             raise NotImplementedError(f"config.{name}: got {value!r}, must be {wanted!r}; {why}")
+
+
+def check_whole(layer: Any) -> None:
+    """Raise NotImplementedError if a layer that Megatron-Core made has a part of its rank's weight alone."""
+    if getattr(layer, "gtp_remat_size", 1) > 1:
+        raise NotImplementedError(
+            "config: weights are divided among the ranks of generalized tensor parallelism (gtp_remat), must "
+            "not be; the layer reads the whole weight of its rank"
+        )
+
+
+def check_fusion(weight: Tensor) -> None:
+    """Raise NotImplementedError if the main_grad of a weight is made by Megatron-FSDP when it is needed."""
+    if hasattr(weight, "__fsdp_param__"):
+        raise NotImplementedError(
+            "gradient_accumulation_fusion: is True with a weight of Megatron-FSDP, must be False"
+        )
 
 
 def check_size(name: str, size: int, recipe: Recipe) -> None:

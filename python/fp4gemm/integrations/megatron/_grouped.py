@@ -24,7 +24,15 @@ from ... import _checks
 from ...training import functional
 from ...training.linear import RecipeLayer
 from ...training.recipe import Recipe, resolve
-from ._config import cache_of, check_config, check_size, is_fused, without_fusion
+from ._config import (
+    cache_of,
+    check_config,
+    check_fusion,
+    check_size,
+    check_whole,
+    is_fused,
+    without_fusion,
+)
 
 __all__ = ["ColumnParallelGroupedLinear", "RowParallelGroupedLinear"]
 
@@ -80,6 +88,7 @@ class _GroupedLinear(RecipeLayer, torch.nn.Module):
                 is_expert=True,
                 tp_group=self.pg_collection.expt_tp,
             )
+            check_whole(one)
             self.register_parameter(f"weight{index}", one.weight)
             if bias:
                 self.register_parameter(f"bias{index}", one.bias)
@@ -108,6 +117,8 @@ class _GroupedLinear(RecipeLayer, torch.nn.Module):
                 f"m_splits: got {len(numbers)} numbers with the sum {sum(numbers)}, must be {self.num_gemms} "
                 f"with the sum {x.shape[0]}, the tokens of x"
             )
+        if self.gradient_accumulation_fusion:
+            check_fusion(self._all("weight")[0])
         ends = torch.tensor(list(accumulate(numbers)), dtype=torch.int32, device=x.device)
         biases = self._all("bias") if self.use_bias else None
         is_added = biases is not None and not self.skip_bias_add

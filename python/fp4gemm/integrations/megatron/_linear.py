@@ -16,7 +16,15 @@ from ...training import functional, parallel
 from ...training.linear import RecipeLayer
 from ...training.parallel import Sharding
 from ...training.recipe import Recipe, resolve
-from ._config import cache_of, check_config, check_size, is_fused, without_fusion
+from ._config import (
+    cache_of,
+    check_config,
+    check_fusion,
+    check_size,
+    check_whole,
+    is_fused,
+    without_fusion,
+)
 from ._norm import check_norm, new_parameters, normalized
 
 __all__ = ["ColumnParallelLinear", "LayerNormColumnParallelLinear", "RowParallelLinear"]
@@ -35,11 +43,7 @@ class _ParallelLinear(RecipeLayer):
 
     def _end(self, config: Any, recipe: Recipe, is_fused: bool, in_features: int, out_features: int) -> None:
         """Set what Megatron's constructor did not: sizes on this rank, the recipe and the cache."""
-        if getattr(self, "gtp_remat_size", 1) > 1:
-            raise NotImplementedError(
-                "config: weights are divided among the ranks of generalized tensor parallelism (gtp_remat), "
-                "must not be; the layer reads the whole weight of its rank"
-            )
+        check_whole(self)
         check_size("input_size", in_features, recipe)
         check_size("output_size", out_features, recipe)
         self.config = config
@@ -67,10 +71,8 @@ class _ParallelLinear(RecipeLayer):
             allreduce_dgrad: whether dx is added up over the ranks, which all have the same input.
             deferred: options of Megatron-Core's products that the config turns on, and that were refused.
         """
-        if gradient_accumulation_fusion and hasattr(weight, "__fsdp_param__"):
-            raise NotImplementedError(
-                "config.gradient_accumulation_fusion: got True with a weight of Megatron-FSDP, must be False"
-            )
+        if gradient_accumulation_fusion:
+            check_fusion(weight)
         if sequence_parallel:
             return parallel.gathered_linear(
                 input,
