@@ -14,7 +14,7 @@ import fp4gemm
 import torch
 from fp4gemm.activations import ActivationName
 from fp4gemm.models import QuantizeReport
-from fp4gemm.recipe import ExpertsActivations
+from fp4gemm.recipe import LayerActivations
 from torch import Tensor, nn
 
 from ..measure.library import error_line
@@ -32,7 +32,7 @@ FLOAT, MERGED, FP8 = "bf16", "bf16 merged", "fp8 merged"
 class Kind(NamedTuple):
     """How a model in NVFP4 is made, and what its products do."""
 
-    activations: ExpertsActivations  # of quantize_model
+    activations: LayerActivations  # of quantize_model
     through: emulation.Through
     is_fusable: bool  # whether norms are those of transformers, which quantize_model fuses
     use_fast_accum: bool = False

@@ -18,6 +18,8 @@ from . import _checks
 from .calibration.gptq import DAMPING, Factorization, rounded
 from .calibration.statistics import InputStatistics, Statistics, StatisticsFile
 from .containers.nvfp4 import NVFP4Tensor
+from .ops import options as option_checks
+from .ops.inputs import FP8_ROW, NOT_QUANTIZED, ROW, TENSOR, InputCast
 from .quantize import quantize
 from .support import TokenForm
 
@@ -25,7 +27,6 @@ __all__ = [
     "Activations",
     "Data",
     "DataFree",
-    "ExpertsActivations",
     "FourOverSix",
     "LayerActivations",
     "Method",
@@ -37,10 +38,35 @@ __all__ = [
     "automatic",
 ]
 
-Activations = Literal["per-token", "per-tensor", "static", "fp8", "a16"]
-LayerActivations = Literal["per-token", "per-tensor", "fp8", "a16"]  # those that a linear layer can have
-ExpertsActivations = Literal["per-token", "fp8", "a16"]
-StoredActivations = Literal["a16", "per-token", "static", "fp8"]  # those that a checkpoint can say
+ActivationKind = Literal["per-token", "per-tensor", "static", "fp8", "a16"]
+LayerKind = Literal["per-token", "per-tensor", "fp8", "a16"]
+StoredKind = Literal["a16", "per-token", "per-tensor", "static", "fp8"]
+# "per-token" and "per-tensor" with each set of options of the cast: see Recipe. A test compares with INPUTS.
+TokenCast = Literal[
+    "per-token,encode=te_per_token",
+    "per-token,four_over_six=mae",
+    "per-token,four_over_six=mae,e4m3_max=448",
+    "per-token,four_over_six=mae,four_over_six_error=fast",
+    "per-token,four_over_six=mae,four_over_six_error=fast,e4m3_max=448",
+    "per-token,four_over_six=mse",
+    "per-token,four_over_six=mse,e4m3_max=448",
+    "per-token,four_over_six=mse,four_over_six_error=fast",
+    "per-token,four_over_six=mse,four_over_six_error=fast,e4m3_max=448",
+]
+TensorCast = Literal[
+    "per-tensor,encode=te_per_token",
+    "per-tensor,four_over_six=mae",
+    "per-tensor,four_over_six=mae,e4m3_max=448",
+    "per-tensor,four_over_six=mae,four_over_six_error=fast",
+    "per-tensor,four_over_six=mae,four_over_six_error=fast,e4m3_max=448",
+    "per-tensor,four_over_six=mse",
+    "per-tensor,four_over_six=mse,e4m3_max=448",
+    "per-tensor,four_over_six=mse,four_over_six_error=fast",
+    "per-tensor,four_over_six=mse,four_over_six_error=fast,e4m3_max=448",
+]
+Activations = ActivationKind | TokenCast | TensorCast
+LayerActivations = LayerKind | TokenCast | TensorCast  # those that a linear layer and experts can have
+StoredActivations = StoredKind | TokenCast | TensorCast  # those that a checkpoint can say
 WeightScaling = Literal["row", "tensor"]
 DataFree = Literal["round", "four-over-six", "search"]
 Method = Literal["round", "four-over-six", "search", "gptq"]
@@ -48,8 +74,8 @@ FourOverSix = Literal["none", "mae", "mse"]
 Numerics = Literal["te", "modelopt", "llmcompressor"]
 Data = Literal["none", "mean square", "second moment"]
 DATA_FREE, METHODS = get_args(DataFree), get_args(Method)
-LAYER_ACTIVATIONS, EXPERTS_ACTIVATIONS = get_args(LayerActivations), get_args(ExpertsActivations)
-STORED_ACTIVATIONS, WEIGHT_SCALINGS = get_args(StoredActivations), get_args(WeightScaling)
+ACTIVATION_KINDS, LAYER_ACTIVATIONS = get_args(ActivationKind), get_args(LayerKind)
+STORED_ACTIVATIONS, WEIGHT_SCALINGS = get_args(StoredKind), get_args(WeightScaling)
 
 
 class InputKind(NamedTuple):
@@ -59,10 +85,14 @@ class InputKind(NamedTuple):
         tokens: whether it becomes "nvfp4" or "fp8", or stays in "16-bit" numbers.
         scaling: the argument ``scaling`` of the operators ``linear`` and ``experts``, which quantize their
             input; None: it is quantized ahead of them, with an amax that is known.
+        kind: the value of ``activations`` without options of the cast.
+        options: these options, keywords of :func:`fp4gemm.quantize` and their values.
     """
 
     tokens: TokenForm
     scaling: int | None
+    kind: ActivationKind
+    options: tuple[tuple[str, Any], ...] = ()
 
     @property
     def is_nvfp4(self) -> bool:
@@ -70,20 +100,109 @@ class InputKind(NamedTuple):
         return self.tokens == "nvfp4"
 
 
-# Nothing compares with the names of activations to tell what an input becomes, so that a value which lacks
-# here is a KeyError rather than one of the others.
-INPUTS: Mapping[Activations, InputKind] = {
-    "a16": InputKind("16-bit", 0),
-    "per-token": InputKind("nvfp4", 1),
-    "per-tensor": InputKind("nvfp4", 2),
-    "static": InputKind("nvfp4", None),
-    "fp8": InputKind("fp8", 3),
+_KINDS: Mapping[ActivationKind, tuple[TokenForm, int | None]] = {
+    "a16": ("16-bit", NOT_QUANTIZED),
+    "per-token": ("nvfp4", ROW),
+    "per-tensor": ("nvfp4", TENSOR),
+    "static": ("nvfp4", None),
+    "fp8": ("fp8", FP8_ROW),
 }
+# The options of fp4gemm.quantize that "per-token" and "per-tensor" may have.
+CAST_OPTIONS = ("encode", "four_over_six", "four_over_six_error", "e4m3_max")
+_DEFAULTS = {name: option.default for name, option in option_checks.OPTIONS.items()}
+
+
+def _name_of(kind: ActivationKind, options: Mapping[str, Any]) -> str:
+    """The name of activations: the kind, and the options that differ from their defaults, in their order."""
+    return ",".join((kind, *(f"{name}={options[name]}" for name in CAST_OPTIONS if name in options)))
+
+
+def _given_options(options: dict[str, Any]) -> dict[str, Any]:
+    """The options that differ from their defaults.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: a value is none of its option, or excludes another one.
+    """
+    values = _DEFAULTS | options
+    option_checks.check(values)
+    defaults = _DEFAULTS | {"e4m3_max": option_checks.default_bound(values)}
+    return {name: values[name] for name in CAST_OPTIONS if values[name] not in (None, defaults[name])}
+
+
+def _inputs() -> dict[str, InputKind]:
+    """What the input becomes under each kind, and under each kind with each set of options."""
+    found = {}
+    for kind, (tokens, scaling) in _KINDS.items():
+        found[str(kind)] = InputKind(tokens, scaling, kind)
+        if scaling not in (ROW, TENSOR):
+            continue
+        sets: list[dict[str, Any]] = [{"encode": "te_per_token"}]
+        for error in get_args(Literal["mae", "mse"]):
+            for how in ("exact", "fast"):
+                for bound in _checks.E4M3_BOUNDS:
+                    sets.append({"four_over_six": error, "four_over_six_error": how, "e4m3_max": bound})
+        for options in sets:
+            given = _given_options(options)
+            cast_of = InputCast.of_options(scaling, option_checks.operator_arguments(_DEFAULTS | options))
+            name = _name_of(kind, given)
+            found[name] = InputKind(tokens, cast_of.number, kind, tuple(given.items()))
+    return found
+
+
+# Nothing compares with the names of activations to tell what an input becomes, so that a value which lacks
+# here is a KeyError rather than one of the others. It is a plain dict, which torch.compile reads.
+INPUTS: Mapping[str, InputKind] = _inputs()
+
+
+def checked_activations(
+    value: object, kinds: Iterable[str] = ACTIVATION_KINDS, name: str = "activations"
+) -> Any:
+    """The name by which INPUTS has the activations, with their options in the order of CAST_OPTIONS.
+
+    Args:
+        value: a kind, or "per-token" or "per-tensor" with options, ``"per-token,four_over_six=mae"``.
+        kinds: those that are allowed. name: that of the argument, for messages.
+
+    Raises:
+        TypeError, ValueError: naming the argument, its value and what it must be.
+    """
+    kinds = tuple(kinds)
+    if not isinstance(value, str) or "," not in value:
+        _checks.is_one_of(name, value, kinds)
+        return value
+    kind, *texts = (text.strip() for text in value.split(","))
+    if kind not in kinds or kind not in INPUTS:
+        raise ValueError(f"{name}: got {value!r}, must begin with {_checks.listing(kinds)}")
+    if INPUTS[kind].scaling not in (ROW, TENSOR):
+        able = [each for each in kinds if each in _KINDS and INPUTS[each].scaling in (ROW, TENSOR)]
+        raise ValueError(
+            f"{name}: got {value!r}, must be {kind!r}; only {_checks.listing(able)} has options of the cast"
+        )
+    options: dict[str, Any] = {}
+    for text in texts:
+        option, _, given = text.partition("=")
+        if option not in CAST_OPTIONS or not given:
+            wanted = _checks.listing([f"{each}=VALUE" for each in CAST_OPTIONS])
+            raise ValueError(f"{name}: got {value!r}, {text!r} of it must be {wanted}")
+        if option in options:
+            raise ValueError(f"{name}: got {value!r}, must have {option} once")
+        options[option] = int(given) if option == "e4m3_max" and given.isdecimal() else given
+    try:
+        return _name_of(INPUTS[kind].kind, _given_options(options))
+    except (TypeError, ValueError, NotImplementedError) as error:
+        raise ValueError(f"{name}: got {value!r}: {error}") from None
+
+
+def activations_with(activations: str, kind: ActivationKind) -> Any:
+    """The same options of the cast beside another kind, "per-token" or "per-tensor"."""
+    return _name_of(kind, dict(INPUTS[activations].options))
+
+
 AUTO = "auto"  # the value of entry points for which :func:`automatic` chooses one of the others
 USES_DATA = ("search", "gptq")  # the methods that read statistics
 
 
-def automatic(multiplies_fp8: bool, *k: int) -> ExpertsActivations:
+def automatic(multiplies_fp8: bool, *k: int) -> LayerKind:
     """What ``activations="auto"`` of an entry point becomes for a layer.
 
     * On compute capability 9.0 "fp8": its tensor cores multiply FP8 and not FP4, and e4m3 rounds tokens less
@@ -122,6 +241,10 @@ class Recipe:
             account that products round the values of weights to e4m3 (``fp8_operand`` of
             :func:`fp4gemm.quantize`).
             "a16": the input stays in bfloat16 or float16.
+            "per-token" and "per-tensor" may be followed by options of :func:`fp4gemm.quantize`, which defines
+            each to the bit: "per-token,four_over_six=mae", "per-tensor,encode=te_per_token". They are
+            ``encode``, ``four_over_six``, ``four_over_six_error`` and ``e4m3_max``; those that are omitted
+            have their defaults.
         weight_scaling: "row": one amax for each output channel. "tensor": one for the weight, or for the
             weights that an engine joins; the formats of ModelOpt and compressed-tensors hold no other. None
             becomes "row", or "tensor" with the numerics of others.
@@ -133,6 +256,13 @@ class Recipe:
             with the numerics of others it becomes "round".
         four_over_six: "mse" or "mae", the error by which "four-over-six" chooses (:func:`fp4gemm.quantize`);
             "none" with the other methods. None becomes "mse" with "four-over-six".
+        block: (1, 16), or (16, 16) with weight_scaling "tensor". This option, encode, four_over_six_error and
+            e4m3_max are those of :func:`fp4gemm.quantize` for weights, with the methods "round" and
+            "four-over-six".
+        encode: "te", or "te_per_token" with the method "round".
+        four_over_six_error: "exact", or "fast" with "four-over-six".
+        e4m3_max: the bound of the block scales of weights, 448 or 256. None becomes 448 with the method
+            "round" and 256 with the others; "four-over-six" may have 448 too.
         numerics: whose roundings: "te" (TransformerEngine, the bits of :func:`fp4gemm.quantize`), "modelopt"
             or "llmcompressor" (:mod:`fp4gemm.checkpoint.numerics`).
         data: what is known of the inputs: "none", their "mean square" or also their "second moment".
@@ -145,11 +275,15 @@ class Recipe:
     weight_scaling: WeightScaling | None = None
     method: Method | None = None
     four_over_six: FourOverSix | None = None
+    block: tuple[int, int] = (1, 16)
+    encode: Literal["te", "te_per_token"] = "te"
+    four_over_six_error: Literal["exact", "fast"] = "exact"
+    e4m3_max: Literal[448, 256] | None = None
     numerics: Numerics = "te"
     data: Data = "none"
 
     def __post_init__(self) -> None:
-        _checks.is_one_of("activations", self.activations, get_args(Activations))
+        object.__setattr__(self, "activations", checked_activations(self.activations))
         _checks.is_one_of("numerics", self.numerics, get_args(Numerics))
         if self.weight_scaling is None:
             object.__setattr__(self, "weight_scaling", "row" if self.numerics == "te" else "tensor")
@@ -191,6 +325,65 @@ class Recipe:
         adaptive = (self.four_over_six or "mse") if method == "four-over-six" else "none"
         object.__setattr__(self, "method", method)
         object.__setattr__(self, "four_over_six", adaptive)
+        self._check_cast()
+
+    def _check_cast(self) -> None:
+        """Check the options of the cast of weights, and complete e4m3_max."""
+        is_data_free = self.method in ("round", "four-over-six") and self.numerics == "te"
+        bound = 448 if self.method == "round" else 256
+        if is_data_free:
+            made = option_checks.operator_arguments(self._all_keywords())
+            bound = made["e4m3_max"]
+        else:
+            for name, default in (
+                ("block", (1, 16)), ("encode", "te"), ("four_over_six_error", "exact"), ("e4m3_max", bound),
+            ):  # fmt: skip
+                value = getattr(self, name)
+                if value not in (None, default):
+                    having = f"the method {self.method!r}"
+                    if self.numerics != "te":
+                        having = f"numerics {self.numerics!r}"
+                    raise ValueError(f"{name}: got {value!r}, must be {default!r} with {having}")
+        object.__setattr__(self, "e4m3_max", bound)
+
+    def _all_keywords(self) -> dict[str, Any]:
+        """A value of every option of fp4gemm.quantize that has a default, with those of the recipe."""
+        adaptive = None if self.four_over_six == "none" else self.four_over_six
+        own = {"scaling": self.weight_scaling, "four_over_six": adaptive}
+        names = ("block", "encode", "four_over_six_error", "e4m3_max")
+        return _DEFAULTS | own | {name: getattr(self, name) for name in names}
+
+    @property
+    def weight_keywords(self) -> dict[str, Any]:
+        """The keywords of :func:`fp4gemm.quantize` for a weight with "round" or "four-over-six"."""
+        values = self._all_keywords()
+        if self.four_over_six == "none":
+            del values["e4m3_max"]  # 448, the only one
+        return {name: value for name, value in values.items() if value != _DEFAULTS[name]}
+
+    def options(self) -> dict[str, Any]:
+        """The options that differ from their defaults, by the names that entry points give them.
+
+        ``data`` is none of them, and weight_scaling and method are always there.
+        """
+        plain = {each.name: each.default for each in dataclasses.fields(self) if each.name != "data"}
+        bound = option_checks.default_bound({"four_over_six": None if self.four_over_six == "none" else 1})
+        implied = plain | {"e4m3_max": bound if self.method in ("round", "four-over-six") else self.e4m3_max}
+        if self.method != "four-over-six":
+            implied["four_over_six"] = "none"
+        return {name: value for name in plain if (value := getattr(self, name)) != implied[name]}
+
+    def check_absent(self, **others: tuple[object, object]) -> None:
+        """Raise ValueError for an option that is given beside the recipe of an entry point.
+
+        Args:
+            others: (value, default) of each option that the recipe has.
+        """
+        for name, (value, default) in others.items():
+            if value != default:
+                raise ValueError(
+                    f"{name}: got {value!r} beside a recipe, must be absent, since the recipe has it"
+                )
 
     def _best(self, is_adaptive: bool) -> Method:
         """The method for None."""
@@ -199,11 +392,6 @@ class Recipe:
         if is_adaptive or self.data == "none":
             return "four-over-six"
         return "gptq" if self.data == "second moment" else "search"
-
-    @property
-    def e4m3_max(self) -> int:
-        """The bound of the block scales of weights: 448 with the method "round", else 256."""
-        return 448 if self.method == "round" else 256
 
     @property
     def fp8_operand(self) -> bool:
@@ -276,10 +464,9 @@ class Quantizer:
     def made(self, w: Tensor, known: InputStatistics | None, amax: Tensor | None = None) -> NVFP4Tensor:
         """Quantize w by the method with the statistics ``known``; amax is given, or measured from w."""
         method, scaling = self.recipe.method, cast(WeightScaling, self.recipe.weight_scaling)
-        if method == "round":
-            return quantize(w, scaling=scaling, amax=amax)
-        if method == "four-over-six":
-            return quantize(w, scaling=scaling, amax=amax, four_over_six=cast(Any, self.recipe.four_over_six))
+        if method in ("round", "four-over-six"):
+            made: NVFP4Tensor = quantize(w, amax=amax, **self.recipe.weight_keywords)
+            return made
         if known is not None and not bool(known.num_tokens.any()):
             self.notes.append("no token reached it: scales searched without statistics")
             known = None
@@ -359,6 +546,18 @@ def output_error(w: Tensor, made: NVFP4Tensor, known: InputStatistics) -> float:
             energy = weight * max(float((product.double() * x).sum()), 0.0)
             total, wrong = (total, wrong + energy) if is_error else (total + energy, wrong)
     return float((wrong / total) ** 0.5) if total else 0.0
+
+
+def checked_recipe(value: object) -> Recipe:
+    """The recipe itself; TypeError for something else."""
+    if not isinstance(value, Recipe):
+        raise TypeError(
+            f"recipe: got {_checks.describe(value)}, must be an fp4gemm.recipe.Recipe; for_inference() of an "
+            "fp4gemm.training.Recipe makes one"
+        )
+    if value.numerics != "te":
+        raise ValueError(f"recipe: its numerics are {value.numerics!r}, must be 'te' for a layer")
+    return value
 
 
 def data_of(calibration: object, sequential: object = False) -> Data:

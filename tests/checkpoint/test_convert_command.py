@@ -15,6 +15,7 @@ from fp4gemm.calibration import InputStatistics, Statistics
 from fp4gemm.checkpoint import Options, Translation, convert
 from fp4gemm.commands import convert as command
 from fp4gemm.commands import main
+from fp4gemm.training import PRESETS
 
 STATE = "fp4gemm_convert.json"
 
@@ -110,9 +111,12 @@ def test_static_activations_and_translation(source: Path, tmp_path: Path) -> Non
         (["--from", "modelopt", "--to", "fp4gemm", "--exclude", "a"], "--exclude: got with --from and --to"),
         (
             ["--activations", "static"],
-            "--activations: got 'static', must be a16, per-token, fp8 or static:FILE",
+            "--activations: got 'static', must be a16, per-token, per-tensor, fp8 or ",
         ),
-        (["--activations", "w4"], "activations: got 'w4', must be 'a16', 'per-token', 'static' or 'fp8'"),
+        (
+            ["--activations", "w4"],
+            "activations: got 'w4', must be 'a16', 'per-token', 'per-tensor', 'static' or 'fp8'",
+        ),
         (["--activations", "static:no.json"], "activations: no.json cannot be read as JSON"),
         (["--fuse", "no.json"], "fuse: no.json cannot be read as JSON"),
         (["--kv-cache", "no.json"], "kv_cache: no.json cannot be read as JSON"),
@@ -209,3 +213,21 @@ def test_every_option_is_documented() -> None:
             continue
         for option in action.option_strings:
             assert f"`{option}" in text, option
+
+
+def test_a_recipe_of_training(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """--recipe stands for the options of the recipe, and excludes them."""
+    how = ("--format", "fp4gemm", "--fuse", "none", "--recipe", "four_over_six", "--verify")
+    assert run(source, tmp_path / "dst", *how, "--device", "cpu") == 0
+    recipe = PRESETS["four_over_six"].for_inference()
+    convert(source, tmp_path / "api", Options(format="fp4gemm", fuse=(), **recipe.options()))
+    assert contents(tmp_path / "dst") == contents(tmp_path / "api")
+    config = json.loads((tmp_path / "dst" / "config.json").read_text())["quantization_config"]
+    assert config["producer"]["activation_scaling"] == "per-tensor,four_over_six=mae"
+    assert (config["e4m3_max"], config["scaling"]) == (256, "tensor")
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stopped:
+        run(source, tmp_path / "no", *how, "--method", "round")
+    assert stopped.value.code == 2
+    text = "--method: got 'round', must be absent with --recipe, which has it"
+    assert text in capsys.readouterr().err

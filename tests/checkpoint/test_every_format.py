@@ -33,7 +33,7 @@ from fp4gemm.checkpoint.formats import (
     read_quantization_config,
     read_scheme,
 )
-from fp4gemm.recipe import STORED_ACTIVATIONS
+from fp4gemm.recipe import INPUTS, STORED_ACTIVATIONS
 from helpers import assert_bits
 
 NEW = cast(FormatName, "new")
@@ -84,7 +84,8 @@ def plain(scheme: Scheme) -> Scheme:
 def schemes(name: FormatName) -> Iterator[Scheme]:
     """Schemes with every value of each field; a format that has no rows has none with them."""
     scalings = ("tensor", "row") if FORMATS[name].has_row_scales else ("tensor",)
-    for activations, bound, scaling in itertools.product(STORED_ACTIVATIONS, (448, 256), scalings):
+    stored = (*STORED_ACTIVATIONS, *(activations for activations in INPUTS if "," in activations))
+    for activations, bound, scaling in itertools.product(stored, (448, 256), scalings):
         yield Scheme(name, activations, (), None, bound, scaling)  # type: ignore[arg-type]
     for kv_cache, targets in itertools.product((None, "fp8", "nvfp4"), (("Linear",), ("re:a.*", "b"))):
         yield Scheme(name, "a16", ("lm_head", "a.b"), kv_cache, targets=targets)  # type: ignore[arg-type]

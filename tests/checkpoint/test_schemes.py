@@ -196,7 +196,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "producer_unknown": (
         {**CT, "producer": {"name": "fp4gemm", "activation_scaling": "int8"}},
-        r"activation_scaling of producer: got 'int8', must be 'tensor' or 'fp8'",
+        r"activation_scaling of producer: got 'int8', must be 'per-token', 'per-tensor' or 'fp8'",
     ),
     "producer_own": (
         {

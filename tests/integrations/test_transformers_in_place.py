@@ -52,7 +52,17 @@ def test_the_loaded_model_has_the_same_bits(name: str, fuse: Any, tmp_path: Path
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("weight_scaling", ["row", "tensor"])
-@pytest.mark.parametrize("activations", ["per-token", "per-tensor", "fp8", "a16"])
+@pytest.mark.parametrize(
+    "activations",
+    [
+        "per-token",
+        "per-tensor",
+        "fp8",
+        "a16",
+        "per-token,four_over_six=mae",
+        "per-tensor,encode=te_per_token",
+    ],
+)
 def test_options_are_carried(
     activations: str, weight_scaling: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
@@ -162,7 +172,11 @@ def test_other_fused_blocks_than_in_the_saved_model_are_told(
     [
         ("fused", "auto", r"fused of producer is 'auto' \(str\), must be an object of numbers"),
         ("fused", {"gated": "2"}, r"fused of producer is {'gated': '2'} \(dict\), must be an object of numb"),
-        ("activation_scaling", "block", r"activation_scaling of producer: got 'block', must be 'te"),
+        (
+            "activation_scaling",
+            "block",
+            r"activation_scaling of producer: got 'block', must be 'per-to",
+        ),
     ],
 )
 def test_bad_options_in_a_config(key: str, value: Any, message: str) -> None:

@@ -133,7 +133,7 @@ def test_what_none_becomes(given: dict[str, Any], method: str, four_over_six: st
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_what_is_refused(given: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match="^" + message.replace("(", r"\(")):
+    with pytest.raises(ValueError, match=r"^" + message.replace("(", r"\(")):
         Recipe(**given)
 
 
@@ -278,12 +278,156 @@ def test_the_old_class_of_weight_options() -> None:
 
 
 def test_the_values_of_layers_are_values_of_the_recipe() -> None:
-    for kind in (recipe.LayerActivations, recipe.ExpertsActivations, recipe.StoredActivations):
-        assert set(typing.get_args(kind)) < set(typing.get_args(recipe.Activations))
+    for kind in (recipe.LayerActivations, recipe.StoredActivations):
+        assert values(kind) <= values(recipe.Activations)
+    assert values(recipe.LayerActivations) < values(recipe.Activations)
 
 
 def test_every_kind_of_activations_says_what_the_input_becomes() -> None:
-    assert set(recipe.INPUTS) == set(typing.get_args(recipe.Activations))
+    assert set(recipe.INPUTS) == values(recipe.Activations)
+    assert all(kind.kind == name.split(",")[0] for name, kind in recipe.INPUTS.items())
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ("per-token", "per-token"),
+        ("per-token,encode=te", "per-token"),
+        ("per-tensor, e4m3_max=448 ,four_over_six=mae", "per-tensor,four_over_six=mae,e4m3_max=448"),
+        ("per-token,four_over_six=mse,e4m3_max=256", "per-token,four_over_six=mse"),
+        ("per-token,four_over_six_error=exact,four_over_six=mse", "per-token,four_over_six=mse"),
+        (
+            "per-token,e4m3_max=448,four_over_six_error=fast,four_over_six=mse",
+            "per-token,four_over_six=mse,four_over_six_error=fast,e4m3_max=448",
+        ),
+        ("per-tensor,encode=te_per_token", "per-tensor,encode=te_per_token"),
+    ],
+)
+def test_options_of_the_cast_of_activations(given: str, name: str) -> None:
+    assert Recipe(activations=given).activations == name
+    assert nn.Linear(64, 24, activations=given).activations == name
+    assert nn.Experts(4, 64, 32, activations=given).activations == name
+    assert Options(format="fp4gemm", activations=given).activations == name
+    made = fp4gemm.models.quantize_model(float_linear(), activations=given)
+    assert made.activations == name
+    if name.startswith("per-token"):
+        assert ServingOptions(activations=given).activations == name
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            "fp8,encode=te_per_token",
+            "got 'fp8,encode=te_per_token', must be 'fp8'; only per-token or per-ten",
+        ),
+        ("a16,four_over_six=mae", "got 'a16,four_over_six=mae', must be 'a16'; only per-token or per-tensor"),
+        ("row,four_over_six=mae", "got 'row,four_over_six=mae', must begin with "),
+        ("per-token,block=16", "got 'per-token,block=16', 'block=16' of it must be encode=VALUE, "),
+        ("per-token,four_over_six", "'four_over_six' of it must be encode=VALUE, four_over_six=VALUE, "),
+        ("per-token,", "got 'per-token,', '' of it must be encode=VALUE"),
+        ("per-token,four_over_six=max", "four_over_six: got 'max', must be None, 'mae' or 'mse'"),
+        ("per-token,four_over_six=mae,four_over_six=mse", "must have four_over_six once"),
+        ("per-token,e4m3_max=256", "e4m3_max: got 256, must be 448 without four_over_six"),
+        ("per-token,four_over_six=mae,e4m3_max=300", "e4m3_max: got 300, must be None, 448 or 256"),
+        ("per-token,four_over_six_error=fast", "four_over_six_error: got 'fast', must be omitted without"),
+        (
+            "per-token,encode=te_per_token,four_over_six=mae",
+            "four_over_six: got 'mae' with encode 'te_per_to",
+        ),
+    ],
+)
+def test_options_of_activations_that_are_refused(given: str, message: str) -> None:
+    entries: list[Callable[[], object]] = [
+        lambda: Recipe(activations=given),
+        lambda: nn.Linear(64, 24, activations=given),
+        lambda: nn.Linear.from_float(float_linear(), activations=given),
+        lambda: nn.Experts(4, 64, 32, activations=given),
+        lambda: fp4gemm.models.quantize_model(float_linear(), activations=given),
+        lambda: Options(format="fp4gemm", activations=given),
+    ]
+    for entry in entries:
+        with pytest.raises(ValueError, match=r"^activations: got ") as raised:
+            entry()
+        assert message in str(raised.value)
+    with pytest.raises(ValueError, match=r"^activations: got "):
+        ServingOptions(activations=given)
+
+
+def test_engines_have_no_amax_of_all_tokens() -> None:
+    with pytest.raises(ValueError, match=r"^activations: got 'per-tensor,encode=te_per_token', must begin"):
+        ServingOptions(activations="per-tensor,encode=te_per_token")
+
+
+@pytest.mark.parametrize(
+    ("given", "keywords", "bound"),
+    [
+        ({"method": "round"}, {}, 448),
+        ({"method": "round", "weight_scaling": "tensor", "block": (16, 16)}, None, 448),
+        ({"method": "round", "encode": "te_per_token"}, {"encode": "te_per_token"}, 448),
+        ({}, {"four_over_six": "mse", "e4m3_max": 256}, 256),
+        ({"four_over_six": "mae", "e4m3_max": 448}, {"four_over_six": "mae", "e4m3_max": 448}, 448),
+        (
+            {"four_over_six_error": "fast"},
+            {"four_over_six": "mse", "e4m3_max": 256, "four_over_six_error": "fast"},
+            256,
+        ),
+    ],
+    ids=str,
+)
+def test_the_cast_of_weights(given: dict[str, Any], keywords: dict[str, Any] | None, bound: int) -> None:
+    if keywords is None:
+        keywords = {"scaling": "tensor", "block": (16, 16)}
+    made = Recipe(**given)
+    assert made.weight_keywords == keywords
+    assert made.e4m3_max == bound
+    assert Recipe(**made.options()) == made
+    w = torch.randn(48, 64)
+    got, want = recipe.Quantizer(made)(w), fp4gemm.quantize(w, **keywords)
+    assert torch.equal(got.codes, want.codes)
+    assert got.e4m3_max == want.e4m3_max == bound
+    assert torch.equal(got.amax, want.amax)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        (
+            {"method": "round", "block": (16, 16)},
+            NotImplementedError,
+            "block: got (16, 16) with scaling 'row'",
+        ),
+        (
+            {"encode": "te_per_token"},
+            NotImplementedError,
+            "four_over_six: got 'mse' with encode 'te_per_token'",
+        ),
+        ({"method": "round", "four_over_six_error": "fast"}, ValueError, "four_over_six_error: got 'fast'"),
+        (
+            {"method": "round", "e4m3_max": 256},
+            ValueError,
+            "e4m3_max: got 256, must be 448 without four_over",
+        ),
+        ({"method": "search", "e4m3_max": 448}, ValueError, "e4m3_max: got 448, must be 256 with the method"),
+        (
+            {"method": "search", "weight_scaling": "tensor", "block": (16, 16)},
+            ValueError,
+            "block: got (16, 16), must be (1, 16) with the method 'search'",
+        ),
+        (
+            {"numerics": "modelopt", "encode": "te_per_token"},
+            ValueError,
+            "encode: got 'te_per_token', must be 'te' with numerics 'modelopt'",
+        ),
+    ],
+    ids=str,
+)
+def test_casts_of_weights_that_are_refused(
+    given: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error) as raised:
+        Recipe(**given)
+    assert message in str(raised.value)
 
 
 def test_what_an_input_becomes_is_asked_of_the_table() -> None:

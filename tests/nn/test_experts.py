@@ -218,9 +218,9 @@ BAD: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         r"^activation: got 'glu', must be 'swiglu'",
     ),
     "scaling": (
-        lambda: nn.Experts(G, D, INTER, activations="per-tensor"),  # type: ignore[arg-type]
+        lambda: nn.Experts(G, D, INTER, activations="static"),  # type: ignore[arg-type]
         ValueError,
-        r"^activations: got 'per-tensor', must be 'per-token', 'fp8' or 'a16'",
+        r"^activations: got 'static', must be 'per-token', 'per-tensor', 'fp8' or 'a16'",
     ),
     "layout": (
         lambda: nn.Experts.from_float(**_w(), layout="rows"),  # type: ignore[arg-type]

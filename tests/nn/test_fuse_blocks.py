@@ -329,12 +329,13 @@ def test_norms_that_are_left_alone(case: str) -> None:
     assert fused(x).isfinite().all()
 
 
-@pytest.mark.parametrize("options", [{"activations": "per-tensor"}, {"activations": "a16"}])
-def test_norms_need_an_amax_for_each_token(options: dict[str, Any]) -> None:
-    fused, done, reasons = fuse(fuse_models.Layer().to(torch.bfloat16), **options)
+@pytest.mark.parametrize("activations", ["per-tensor", "a16", "per-token,four_over_six=mae"])
+def test_norms_need_an_amax_for_each_token(activations: str) -> None:
+    fused, done, reasons = fuse(fuse_models.Layer().to(torch.bfloat16), activations=activations)
     assert [action for action, *_ in done] == ["merged", "gated", "residual"]
     assert set(reasons) == {
-        'the layers that read it do not have activations="per-token", or "fp8", all of them the same'
+        'the layers that read it do not have activations="per-token", without options of the cast, or "fp8", '
+        "all of them the same"
     }
     assert fused(torch.randn(2, 5, 64, dtype=torch.bfloat16)).isfinite().all()
 

@@ -59,7 +59,7 @@ def _x(m: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("activations", ["per-token", "a16", "fp8"])
+@pytest.mark.parametrize("activations", serving.ACTIVATIONS)
 @pytest.mark.parametrize("format", [*NAMES, "fp4gemm"])
 def test_fused_layers_with_unequal_outer_scales_are_exact(
     sglang: types.SimpleNamespace, format: str, activations: str, rank: int
@@ -100,7 +100,7 @@ def _reference(experts: list[dict[str, fp4gemm.NVFP4Tensor]], activations: str) 
     )
 
 
-@pytest.mark.parametrize("activations", ["per-token", "a16", "fp8"])
+@pytest.mark.parametrize("activations", serving.ACTIVATIONS)
 @pytest.mark.parametrize("format", [*NAMES, "fp4gemm"])
 def test_experts_have_the_bits_of_nn_experts_and_are_updated_in_place(
     sglang: types.SimpleNamespace, format: str, activations: str
@@ -252,7 +252,7 @@ def test_the_method_fp4gemm_is_a_choice_of_the_command_line(sglang: types.Simple
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("activations", ["per-token", "a16", "fp8"])
+@pytest.mark.parametrize("activations", serving.ACTIVATIONS[:-1])
 def test_16_bit_weights_become_nvfp4_after_loading(
     sglang: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch, activations: str, rank: int
 ) -> None:

@@ -63,7 +63,7 @@ def _wanted(
     )
 
 
-@pytest.mark.parametrize("activations", ["per-token", "a16", "fp8"])
+@pytest.mark.parametrize("activations", serving.ACTIVATIONS)
 @pytest.mark.parametrize("format", [*serving.FORMATS_OF_OTHERS, "fp4gemm"])
 def test_experts_have_the_bits_of_nn_experts(
     vllm: types.SimpleNamespace, format: str, activations: str

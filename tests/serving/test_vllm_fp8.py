@@ -175,5 +175,5 @@ def test_a_key_that_no_version_writes_is_refused(vllm: types.SimpleNamespace) ->
     config = quantization_config(Scheme("modelopt", "fp8"))
     config["producer"]["activation_scaling"] = "int8"
     made = vllm.table["modelopt_fp4"].from_config(config)
-    with pytest.raises(ValueError, match="activation_scaling of producer: got 'int8', must be 'tensor' or"):
+    with pytest.raises(ValueError, match="activation_scaling of producer: got 'int8', must be 'per-token', "):
         vllm.layers.LinearBase(64, 48, made, "m.up_proj")

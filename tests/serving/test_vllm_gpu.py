@@ -62,7 +62,7 @@ def test_a_layer_with_fp8_tokens_holds_the_bytes_for_them(vllm: types.SimpleName
 
 
 @pytest.mark.parametrize("m", [1, 16, 300])
-@pytest.mark.parametrize("activations", ["per-token", "a16", "fp8"])
+@pytest.mark.parametrize("activations", serving.ACTIVATIONS)
 def test_a_linear_layer(vllm: types.SimpleNamespace, activations: str, m: int) -> None:
     """Decode and prefill, eagerly and in a graph that sees an update of the weights."""
     if activations not in _activations():
@@ -91,7 +91,7 @@ def test_a_linear_layer(vllm: types.SimpleNamespace, activations: str, m: int) -
 
 
 @pytest.mark.parametrize("use_ep", [False, True], ids=["tensor", "expert"])
-@pytest.mark.parametrize("activations", ["per-token", "a16", "fp8"])
+@pytest.mark.parametrize("activations", serving.ACTIVATIONS)
 def test_experts(vllm: types.SimpleNamespace, activations: str, use_ep: bool) -> None:
     """The operator with an expert map, replayed with another routing in the same memory."""
     if activations not in _activations():

@@ -17,7 +17,7 @@ def _x(m: int, k: int) -> torch.Tensor:
     return torch.randn(m, k, generator=torch.Generator().manual_seed(m)).bfloat16()
 
 
-@pytest.mark.parametrize("activations", ["per-token", "a16", "fp8"])
+@pytest.mark.parametrize("activations", serving.ACTIVATIONS)
 @pytest.mark.parametrize("bound", [448, 256])
 @pytest.mark.parametrize("format", [*serving.FORMATS_OF_OTHERS, "fp4gemm"])
 def test_a_layer_has_the_bits_of_nn_linear(
@@ -196,7 +196,7 @@ def test_scales_of_activations_in_a_w4a16_checkpoint_have_no_effect(
     assert torch.equal(found, wanted(x, torch.zeros(7, 1, dtype=torch.int32), torch.ones(7, 1)))
 
 
-@pytest.mark.parametrize("activations", ["per-token", "static", "a16", "fp8"])
+@pytest.mark.parametrize("activations", [*serving.ACTIVATIONS, "static"])
 @pytest.mark.parametrize("format", [*serving.FORMATS_OF_OTHERS, "fp4gemm"])
 def test_a_layer_has_as_many_elements_as_the_checkpoint(
     vllm: types.SimpleNamespace, format: str, activations: str

@@ -61,6 +61,8 @@ add(Q, "calibration", "bool", lambda: True, TYPE, "got True (bool), must be Stat
 for name in ("sequential", "inplace", "use_fast_accum"):
     for value in ("no", None, 0):
         add(Q, name, f"{value}", lambda value=value: value, TYPE, "must be True or False")
+add(Q, "recipe", "name", lambda: "nvidia", TYPE, "got 'nvidia' (str), must be an fp4gemm.recipe.Recipe")
+add(Q, "recipe", "bool", lambda: True, TYPE, "got True (bool), must be an fp4gemm.recipe.Recipe; for_infer")
 for name in ("report", "progress"):
     add(Q, name, "bool", lambda: True, TYPE, "got True (bool), must be callable")
 

@@ -11,6 +11,8 @@ from fp4gemm.checkpoint.formats import FORMATS, Scheme, quantization_config
 from torch import Tensor, nn
 
 FORMATS_OF_OTHERS = ("modelopt", "compressed-tensors")
+# What a checkpoint may say, with options of the cast too.
+ACTIVATIONS = ("per-token", "a16", "fp8", "per-token,four_over_six=mae", "per-tensor,encode=te_per_token")
 METHODS = {"modelopt": "modelopt_fp4", "compressed-tensors": "compressed-tensors", "fp4gemm": "fp4gemm"}
 
 
@@ -77,4 +79,4 @@ def product(x: Tensor, w: NVFP4Tensor, bias: Tensor | None = None, activations: 
 
 def served(activations: str) -> str:
     """What the layers of a checkpoint with these activations have by default."""
-    return {"static": "per-token"}.get(activations, activations)
+    return activations.replace("static", "per-token").replace("per-tensor", "per-token")

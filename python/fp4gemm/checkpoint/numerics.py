@@ -28,7 +28,6 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Iterator, Mapping
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -228,12 +227,8 @@ def _quantized(w: Tensor, amax: Tensor, recipe: Recipe) -> StoredWeight:
         scale = torch.div(amax, fp32(2688.0, w.device))
         return StoredWeight(*_blocks(w, scale, recipe.numerics), scale, "modelopt")
     per_row = recipe.weight_scaling == "row"
-    t = quantize(
-        w,
-        scaling=cast(WeightScaling, recipe.weight_scaling),
-        amax=None if per_row else amax,
-        four_over_six=None if recipe.four_over_six == "none" else recipe.four_over_six,
-    )
+    keywords = recipe.weight_keywords if recipe.numerics == "te" else {"scaling": recipe.weight_scaling}
+    t = quantize(w, amax=None if per_row else amax, **keywords)
     return StoredWeight.of(t, "fp4gemm")
 
 

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 
@@ -21,6 +21,7 @@ from ..recipe import (
     Recipe,
     StoredActivations,
     WeightScaling,
+    checked_activations,
 )
 from .calibration import Calibration, data_of, described, key_of, read_calibration
 from .formats import FORMATS, FormatName
@@ -50,11 +51,12 @@ class Options:
         calibration: what "search" and "gptq" need: Statistics or a StatisticsFile
             (:mod:`fp4gemm.calibration`), or a :class:`fp4gemm.checkpoint.Text`, of which :func:`convert`
             makes them. Or a path or a str: a file of statistics or of text, or a text itself.
-        activations: "a16", "per-token", "fp8" or "static" (with the amaxes of ``activation_amax``), as in
-            :class:`fp4gemm.recipe.Recipe`. None is "per-token" in the format "fp4gemm", and "a16" in the
-            others, since other loaders take "per-token" for a static amax of 1. "fp8" (W4A8) has the tensors
-            of "a16", and other loaders read it as that; the loaders of this library find it in ``producer``.
-            A weight whose k is no multiple of 64 stays in 16 bits then.
+        activations: "a16", "per-token" or "per-tensor", perhaps with options of the cast, "fp8" or "static"
+            (with the amaxes of ``activation_amax``), as in :class:`fp4gemm.recipe.Recipe`. None is
+            "per-token" in the format "fp4gemm", and "a16" in the others, since other loaders take "per-token"
+            for a static amax of 1. "fp8" (W4A8) has the tensors of "a16", and other loaders read it as that;
+            the loaders of this library find it in ``producer``. A weight whose k is no multiple of 64 stays
+            in 16 bits then.
         activation_amax: the amax of the input of each quantized layer, by the name of the module.
         include: patterns of modules (:mod:`fp4gemm.patterns`), one or a sequence. None of them: every linear
             weight but output embeddings, embeddings, norms and routers; otherwise what one of them matches,
@@ -66,8 +68,11 @@ class Options:
         split_experts: a tensor (g, n, k) of experts is stored as one module for each expert, gate and up
             apart. False: it stays one tensor of codes (g, n, k/2).
         kv_scales: (k, v) decode multipliers of an FP8 cache, by the name of the attention module.
+        block, encode, four_over_six_error, e4m3_max: the cast of weights, as in
+            :class:`fp4gemm.recipe.Recipe`. ``Options(**recipe.for_inference().options(), format="fp4gemm")``
+            has all options that a model needs which trained by a recipe.
 
-        recipe: numerics, weight_scaling, four_over_six, method and activations together.
+        recipe: numerics, weight_scaling, four_over_six, method, activations and the cast of weights together.
 
     Raises:
         TypeError, ValueError: an option has another type or value, or excludes another one; the text names
@@ -90,6 +95,10 @@ class Options:
     fuse: Sequence[Sequence[str]] = field(default_factory=_names.fused_sets)
     split_experts: bool = True
     kv_scales: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    block: tuple[int, int] = (1, 16)
+    encode: Literal["te", "te_per_token"] = "te"
+    four_over_six_error: Literal["exact", "fast"] = "exact"
+    e4m3_max: Literal[448, 256] | None = None
     recipe: Recipe = field(init=False, repr=False)
     scaling = old_attribute("scaling")
     weights = old_attribute("weights")
@@ -99,13 +108,18 @@ class Options:
         has_rows = FORMATS[self.format].has_row_scales
         if self.activations is None:
             object.__setattr__(self, "activations", "per-token" if has_rows else "a16")
-        _checks.is_one_of("activations", self.activations, STORED_ACTIVATIONS)
+        known = checked_activations(self.activations, STORED_ACTIVATIONS)
+        object.__setattr__(self, "activations", known)
         calibration = read_calibration(self.calibration)
         recipe = Recipe(
-            activations=cast(StoredActivations, self.activations),
+            activations=known,
             weight_scaling="tensor" if self.weight_scaling is None and not has_rows else self.weight_scaling,
             method=self.method,
             four_over_six=self.four_over_six,
+            block=self.block,
+            encode=self.encode,
+            four_over_six_error=self.four_over_six_error,
+            e4m3_max=self.e4m3_max,
             numerics=self.numerics,
             data=data_of(calibration, self.method),
         )

@@ -208,10 +208,10 @@ class Plan:
         o = self.options
         return Scheme(
             o.format,
-            cast(StoredActivations, o.recipe.activations),
+            o.recipe.activations,
             tuple(self.ignored()),
             "fp8" if o.kv_scales else None,
-            o.recipe.e4m3_max,
+            cast(int, o.recipe.e4m3_max),
             cast(WeightScaling, o.recipe.weight_scaling),
         )
 

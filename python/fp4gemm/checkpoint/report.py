@@ -205,15 +205,20 @@ class LayerError:
     output_error: float | None = None
 
 
-def layer_error(module: str, weight: Tensor, stored: StoredWeight, amax_ratio: float) -> LayerError:
-    """The error of a weight (n, k), a stretch of rows at a time, with sums in float64."""
+def layer_error(
+    module: str, weight: Tensor, stored: StoredWeight, amax_ratio: float, block_rows: int = 1
+) -> LayerError:
+    """The error of a weight (n, k), a stretch of rows at a time, with sums in float64.
+
+    block_rows: 1, or 16 where 16 rows share each scale, so that their amax bounds the errors of all.
+    """
     n, k = weight.shape
     operand = stored.to_nvfp4()
     scales = operand.compact_scales()
     errors = squares = values_squared = products = 0.0
     saturated = zero = 0
     worst = 0.0
-    step = max(16, ROWS // k)
+    step = max(16, ROWS // k // 16 * 16)
     for begin in range(0, n, step):
         end = min(n, begin + step)
         rows = stored.rows(slice(begin, end))
@@ -225,7 +230,7 @@ def layer_error(module: str, weight: Tensor, stored: StoredWeight, amax_ratio: f
         amax = rows.amax.view(-1, 1)
         largest = scales[begin:end].float() * amax * (ROUNDED / stored.e4m3_max)
         block_amax = x.abs().view(end - begin, k // 16, 16).amax(-1)
-        allowed = ALLOWED * block_amax + amax * (2.0**-10 * ROUNDED / stored.e4m3_max)
+        allowed = ALLOWED * _of_tiles(block_amax, block_rows) + amax * (2.0**-10 * ROUNDED / stored.e4m3_max)
         excess = (v - x).abs().view(end - begin, k // 16, 16).amax(-1) / allowed
         worst = max(worst, float(excess.nan_to_num(0.0).max()))  # 0 / 0 in a weight of zeros
         is_zero = (v.view(end - begin, k // 16, 16) == 0).all(-1)
@@ -243,6 +248,14 @@ def layer_error(module: str, weight: Tensor, stored: StoredWeight, amax_ratio: f
         amax_ratio,
         worst,
     )
+
+
+def _of_tiles(amax: Tensor, block_rows: int) -> Tensor:
+    """The largest amax of each block_rows rows, in all of them; the last rows may be fewer."""
+    if block_rows == 1:
+        return amax
+    tiles = [part.amax(0, keepdim=True).expand_as(part) for part in amax.split(block_rows)]
+    return torch.cat(tiles)
 
 
 def amax_ratios(amaxes: list[float]) -> list[float]:

@@ -167,7 +167,7 @@ def _convert(
             ratios = amax_ratios([float(values.abs().max()) for values in made.floats])
         for matrix, values, stored, ratio in zip(one.matrices, made.floats, made.stored, ratios, strict=True):
             name = matrix.module if not one.is_stack else f"{matrix.module} (expert {matrix.expert})"
-            layers.append(layer_error(name, values, stored, ratio))
+            layers.append(layer_error(name, values, stored, ratio, options.recipe.block[0]))
         for index, known in enumerate(made.inputs):
             if bool(known.num_tokens.any()):  # no token reached some experts
                 error = output_error(made.floats[index], made.stored[index].to_nvfp4(), known)

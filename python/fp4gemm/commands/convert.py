@@ -22,6 +22,7 @@ from ..checkpoint.options import read_amaxes, read_fused, read_kv_scales
 from ..checkpoint.runner import Progress
 from ..models.report import readable_bytes
 from ..recipe import METHODS, Numerics, WeightScaling
+from ..training.recipe import PRESETS
 
 SUMMARY = "write the NVFP4 checkpoint of a float checkpoint, or change the format of one"
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
@@ -29,7 +30,7 @@ LINE_S = 5.0  # between two lines of progress where standard error is no termina
 # What says how weights are quantized, and has no meaning for a translation.
 QUANTIZING = (
     "format", "numerics", "weight_scaling", "method", "four_over_six", "calibration", "calibration_tokens",
-    "activations", "include", "exclude", "experts_only", "bf16_first", "bf16_last", "fuse",
+    "activations", "recipe", "include", "exclude", "experts_only", "bf16_first", "bf16_last", "fuse",
     "split_experts", "kv_cache",
 )  # fmt: skip
 
@@ -74,8 +75,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--activations",
         metavar="HOW",
-        help="a16, per-token (default with --format fp4gemm), fp8 (other loaders read a16), or static:FILE "
-        "with the amax of each module",
+        help="a16, per-token (default with --format fp4gemm) or per-tensor, also with options of the cast "
+        "(per-token,four_over_six=mae), fp8 (other loaders read a16), or static:FILE with the amax of each "
+        "module",
+    )
+    add(
+        "--recipe",
+        choices=[name for name, recipe in PRESETS.items() if recipe.w is not None],
+        help="weights and activations as in the forward pass of this recipe of fp4gemm.training, in place of "
+        "--activations, --weight-scaling, --method and --four-over-six; with --format fp4gemm --fuse none",
     )
     add("--include", action="append", metavar="PATTERN", help="quantize only modules that match; repeatable")
     add("--exclude", action="append", metavar="PATTERN", help="keep modules that match; repeatable")
@@ -182,11 +190,19 @@ def _what(options: argparse.Namespace) -> Options | Translation:
                 f"{name}: got with --from and --to, must be absent: they change the format alone"
             )
         return Translation(options.source, options.target)
-    if "activations" in given:
+    if "recipe" in given:
+        own = PRESETS[given.pop("recipe")].for_inference().options()
+        for name in own:
+            if name in given:
+                flag = "--" + name.replace("_", "-")
+                raise ValueError(f"{flag}: got {given[name]!r}, must be absent with --recipe, which has it")
+        given |= own
+    elif "activations" in given:
         how, _, file = given["activations"].partition(":")
         if (how == "static") != bool(file):
             raise ValueError(
-                f"--activations: got {options.activations!r}, must be a16, per-token, fp8 or static:FILE"
+                f"--activations: got {options.activations!r}, must be a16, per-token, per-tensor, fp8 or "
+                "static:FILE"
             )
         given["activations"] = how
         if file:

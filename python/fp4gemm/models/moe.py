@@ -27,7 +27,7 @@ from ..activations import Activation, ActivationName
 from ..nn._hooks import materialized
 from ..nn._inputs import check_float_weight, k_step
 from ..nn.experts import Experts, Layout, check_shapes
-from ..recipe import ExpertsActivations
+from ..recipe import LayerActivations
 
 FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")  # has_post_expert_norm is younger
 TRAINED = "_trains_by_recipe"  # in the classes of fp4gemm.training whose parameters are a float module's
@@ -58,7 +58,7 @@ def shapes_of(module: torch.nn.Module) -> str:
     return ", ".join(" x ".join(map(str, p.shape)) for p in module.parameters(recurse=False) if p.dim() == 3)
 
 
-def read(module: torch.nn.Module, activations: ExpertsActivations = "per-token") -> ExpertsPlan:
+def read(module: torch.nn.Module, activations: LayerActivations = "per-token") -> ExpertsPlan:
     """Return how the module becomes Experts with these activations.
 
     Raises:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeVar, cast, get_args
@@ -30,6 +31,8 @@ from ..recipe import (
     Quantizer,
     Recipe,
     WeightScaling,
+    checked_activations,
+    checked_recipe,
     data_of,
 )
 from . import collect, moe, select
@@ -65,6 +68,7 @@ def quantize_model(
     progress: Callable[[int, int, str], object] | None = None,
     on_unsupported: OnUnsupported = "skip",
     fuse: Fuse = "none",
+    recipe: Recipe | None = None,
 ) -> Model:
     """``y = x @ W.T + b`` becomes ``y = Q(x) @ Q(W).T + b`` in every selected linear layer of a model.
 
@@ -93,12 +97,11 @@ def quantize_model(
         types: the exact types of linear layers to swap. A subclass of torch.nn.Linear may compute something
             else, so it is swapped only where it is listed here. :class:`fp4gemm.training.Linear` counts as
             torch.nn.Linear, and converted experts as those of transformers.
-        activations, weight_scaling: as in :class:`fp4gemm.nn.Linear`. Experts stay in float with activations
-            "per-tensor". Activations "auto" are chosen for each layer by the device on which it is now, and
-            by its k: :func:`fp4gemm.recipe.automatic`. The report says what was chosen; a warning, or the
-            report, names layers whose k does not fit. The weights are those of "per-token": the methods
-            "search" and "gptq" take the rounding to e4m3 into account with "fp8" alone. A model that is
-            quantized on the CPU for a GPU needs one of the others.
+        activations, weight_scaling: as in :class:`fp4gemm.nn.Linear`. Activations "auto" are chosen for each
+            layer by the device on which it is now, and by its k: :func:`fp4gemm.recipe.automatic`. The report
+            says what was chosen; a warning, or the report, names layers whose k does not fit. The weights are
+            those of "per-token": the methods "search" and "gptq" take the rounding to e4m3 into account with
+            "fp8" alone. A model that is quantized on the CPU for a GPU needs one of the others.
         check_finite: as in :class:`fp4gemm.nn.Linear`.
         use_fast_accum: as in :class:`fp4gemm.nn.Linear`, with activations "fp8", or "auto" where it chooses
             "fp8". It does not change the weights.
@@ -129,6 +132,9 @@ def quantize_model(
             both add the residuals of a decoder layer. docs/models.md says which rounding disappears; the
             names in ``state_dict`` change.
             "none" swaps layer by layer.
+        recipe: None, or activations, weight_scaling and method together, and the options of the casts, as
+            :meth:`fp4gemm.training.Recipe.for_inference` makes them: the linear layers then compute the bits
+            of the forward pass of training. They keep it for updates of their weights.
 
     Returns:
         The model with its layers swapped. A module that occurs under several names is quantized once, and
@@ -147,7 +153,12 @@ def quantize_model(
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model: got {_checks.describe(model)}, must be a torch.nn.Module")
-    _checks.is_one_of("activations", activations, (*LAYER_ACTIVATIONS, AUTO))
+    given = recipe
+    if given is not None:
+        absent = {"activations": (activations, "per-token"), "weight_scaling": (weight_scaling, "row")}
+        checked_recipe(given).check_absent(**absent, method=(method, None))
+        activations, weight_scaling = cast(Any, given.activations), cast(WeightScaling, given.weight_scaling)
+    activations = checked_activations(activations, (*LAYER_ACTIVATIONS, AUTO))
     is_auto = activations == AUTO
     first = "per-token" if is_auto else cast(LayerActivations, activations)
     _checks.is_bool("use_fast_accum", use_fast_accum)
@@ -155,12 +166,11 @@ def quantize_model(
     _checks.is_one_of("on_unsupported", on_unsupported, get_args(OnUnsupported))
     _checks.is_one_of("fuse", fuse, get_args(Fuse))
     _checks.is_bool("inplace", inplace)
-    recipe = Recipe(
-        activations=first,
-        weight_scaling=weight_scaling,
-        method=method,
-        data=data_of(calibration, sequential),
-    )
+    data = data_of(calibration, sequential)
+    if given is None:
+        recipe = Recipe(activations=first, weight_scaling=weight_scaling, method=method, data=data)
+    else:
+        recipe = dataclasses.replace(given, data=data)
     for name, callback in (("progress", progress), ("report", report)):
         _checks.is_callback(name, callback)
     candidates = select.chosen(model, include, exclude, types)
@@ -173,7 +183,7 @@ def quantize_model(
     before = _totals(model)
 
     chosen = [c for c in candidates if c.action == "quantized"]
-    swapper = Swapper(recipe, check_finite, use_fast_accum, is_auto, len(chosen), progress)
+    swapper = Swapper(recipe, check_finite, use_fast_accum, is_auto, len(chosen), progress, given)
     if sequential:
         swapper.walk(model, chosen, calibration)
     else:
@@ -250,9 +260,11 @@ class Swapper:
         is_auto: bool,
         total: int,
         progress: Progress | None,
+        kept: Recipe | None = None,
     ) -> None:
         self._recipe = recipe
         self._options: dict[str, Any] = {
+            "recipe": kept,
             "activations": recipe.activations,
             "check_finite": check_finite,
             "use_fast_accum": use_fast_accum and not is_auto,
@@ -304,6 +316,13 @@ class Swapper:
             if reason:
                 self.changed.setdefault(reason, []).append(c.names[0])
                 c.reason = "; ".join(filter(None, (c.reason, reason)))
+        if (
+            self._options["recipe"] is not None
+            and isinstance(c.swapped, Experts)
+            and not c.swapped.rounded_gate
+        ):
+            reason = f"{c.swapped.activation} of float32 sums, which training rounds first"
+            c.reason = "; ".join(filter(None, (c.reason, reason)))
         c.activations = c.swapped.activations
         c.method = cast(Method, self._recipe.method)
         if quantizer.errors:

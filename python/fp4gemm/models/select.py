@@ -17,7 +17,7 @@ from ..nn._inputs import OUT_STEP, check_linear
 from ..nn.experts import Experts
 from ..nn.linear import Linear
 from ..patterns import Filter, Pattern
-from ..recipe import EXPERTS_ACTIVATIONS, LayerActivations
+from ..recipe import LayerActivations
 from . import moe
 from .report import Action, ExpertsReport, FloatKind, FloatWeight, LayerReport
 
@@ -157,8 +157,7 @@ def _why_not(c: Candidate, places: list[tuple[torch.nn.Module, str]], activation
             with materialized(c.module):
                 check_linear(c.module, activations)
         else:
-            _checks.is_one_of("activations", activations, EXPERTS_ACTIVATIONS)
-            c.plan = moe.read(c.module, activations)  # type: ignore[arg-type]  # it is one of these
+            c.plan = moe.read(c.module, activations)
     except (TypeError, ValueError) as error:
         return str(error).removeprefix("linear: ").removeprefix("linear.")
     return ""

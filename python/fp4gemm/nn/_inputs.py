@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, cast, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -13,7 +13,19 @@ from ..containers.decoded import DecodedTensor
 from ..containers.fp8 import FP8Tensor
 from ..containers.nvfp4 import NVFP4Tensor
 from ..ops.parts import OperandParts
-from ..recipe import INPUTS, LAYER_ACTIVATIONS, WEIGHT_SCALINGS, Activations, LayerActivations
+from ..recipe import (
+    INPUTS,
+    LAYER_ACTIVATIONS,
+    USES_DATA,
+    WEIGHT_SCALINGS,
+    DataFree,
+    LayerActivations,
+    Quantizer,
+    WeightScaling,
+    as_quantizer,
+    checked_activations,
+    checked_recipe,
+)
 
 CheckFinite = Literal["off", "raise"]
 CHECKS_OF_FINITE = get_args(CheckFinite)
@@ -22,29 +34,53 @@ OUT_STEP = 8  # n: an output row of bf16 or fp16 is then a multiple of 16 bytes
 
 def check_options(
     activations: object, weight_scaling: object, check_finite: object, use_fast_accum: object = False
-) -> None:
-    """Raise TypeError or ValueError for a value that is not one of the Literal types above."""
-    _checks.is_one_of("activations", activations, LAYER_ACTIVATIONS)
+) -> Any:
+    """Return the name by which INPUTS has the activations; TypeError or ValueError for a wrong value."""
+    known = checked_activations(activations, LAYER_ACTIVATIONS)
     _checks.is_one_of("weight_scaling", weight_scaling, WEIGHT_SCALINGS)
     _checks.is_one_of("check_finite", check_finite, CHECKS_OF_FINITE)
-    check_fast_accum(use_fast_accum, activations)
+    check_fast_accum(use_fast_accum, known)
+    return known
 
 
-def check_fast_accum(use_fast_accum: object, activations: object) -> None:
+def with_recipe(
+    recipe: object,
+    activations: LayerActivations,
+    weight_scaling: WeightScaling,
+    method: DataFree | Quantizer | None,
+) -> tuple[Any, Quantizer]:
+    """The activations and the quantizer of a recipe, or of the options that stand for one where it is None.
+
+    A recipe whose method needs statistics is passed as a Quantizer, with them; it then is in ``method`` too.
+    """
+    if recipe is None:
+        return activations, as_quantizer(method, weight_scaling, activations)
+    known = checked_recipe(recipe)
+    if isinstance(method, Quantizer):
+        return known.activations, method
+    known.check_absent(
+        activations=(activations, "per-token"), weight_scaling=(weight_scaling, "row"), method=(method, None)
+    )
+    if known.method in USES_DATA:
+        raise ValueError(f"recipe: its method is {known.method!r}, must be one that needs no statistics")
+    return known.activations, Quantizer(known)
+
+
+def check_fast_accum(use_fast_accum: object, activations: str) -> None:
     """Raise unless use_fast_accum is a bool, and False with activations whose sums are always in float32."""
     _checks.is_bool("use_fast_accum", use_fast_accum)
-    if use_fast_accum and INPUTS[cast(Activations, activations)].tokens != "fp8":
+    if use_fast_accum and INPUTS[activations].tokens != "fp8":
         raise ValueError(
             f"use_fast_accum: got True with activations {activations!r}, must be False unless they are 'fp8'"
         )
 
 
-def k_step(activations: Activations) -> int:
+def k_step(activations: str) -> int:
     """What k of a product with this kind of tokens is a multiple of."""
     return _checks.FP8_STEP if INPUTS[activations].tokens == "fp8" else _checks.K_STEP_MM
 
 
-def check_linear(linear: object, activations: LayerActivations) -> None:
+def check_linear(linear: object, activations: str) -> None:
     """Raise TypeError or ValueError, with the reason, for a layer that from_float cannot turn into NVFP4."""
     if not isinstance(linear, torch.nn.Linear):
         raise TypeError(f"linear: got {_checks.describe(linear)}, must be a torch.nn.Linear")
@@ -120,7 +156,7 @@ def refuse_not_finite(x: Tensor, layer: torch.nn.Module) -> None:
 
 
 def shared_input(
-    x: NVFP4Tensor | DecodedTensor | FP8Tensor, k: int, device: torch.device, activations: LayerActivations
+    x: NVFP4Tensor | DecodedTensor | FP8Tensor, k: int, device: torch.device, activations: str
 ) -> OperandParts:
     """The parts of an x that was quantized before.
 

@@ -35,7 +35,8 @@ def check_exchange(
         )
     if activations != "per-token":
         raise NotImplementedError(
-            f"activations: got {activations!r}, must be 'per-token' with ep, whose tokens travel in NVFP4"
+            f"activations: got {activations!r}, must be 'per-token' with ep, whose tokens travel in NVFP4 "
+            "with the options of that cast"
         )
     for name, got, of_ep in (
         ("num_experts", num_experts, "num_experts"),

@@ -13,7 +13,7 @@ from .. import _checks, _values, support
 from ..containers.nvfp4 import NVFP4Tensor
 from ..containers.prepacked import PrepackedTensor, prepack, unprepack
 from ..ops.parts import OperandParts
-from ..recipe import WeightScaling, as_quantizer
+from ..recipe import Quantizer, Recipe, WeightScaling, as_quantizer
 from ..support import TokenForm
 from ._inputs import check_bias, check_float_weight, check_quantized_weight
 
@@ -61,6 +61,9 @@ class WeightModule(torch.nn.Module):
     # The dtype of the float weight before quantization, which module.weight.dtype returns. No buffer has it.
     dtype: torch.dtype = torch.float32
     _public = "Linear"  # the class of fp4gemm.nn that a message names
+    weight_recipe: Recipe | None = (
+        None  # by which float weights of an update are cast; None: see _requantized
+    )
     _e4m3_max: int  # the value of the buffer BOUND, which forward must not read: that would synchronise
     _has_weight: bool
     # The buffers of WEIGHT_BUFFERS and BOUND that were looked at; see _notice.
@@ -268,8 +271,10 @@ class WeightModule(torch.nn.Module):
 
         A weight whose e4m3_max is 448 was made by the method "round", and so is the new one. All other
         methods have the e4m3_max 256; the new weight then gets the default method without data, as the first
-        weight of a layer does.
+        weight of a layer does. A layer that was made by a recipe casts by it.
         """
+        if self.weight_recipe is not None:
+            return Quantizer(self.weight_recipe)(weight.detach())
         is_rounded = self._has_weight and self.e4m3_max == max(_checks.E4M3_BOUNDS)
         return as_quantizer("round" if is_rounded else None, self.weight_scaling)(weight.detach())
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor
@@ -16,25 +16,24 @@ from ..ops import operators
 from ..ops.moe import ExpertsCall
 from ..ops.parts import OperandParts
 from ..recipe import (
-    EXPERTS_ACTIVATIONS,
     INPUTS,
-    WEIGHT_SCALINGS,
     DataFree,
-    ExpertsActivations,
+    LayerActivations,
     Quantizer,
+    Recipe,
     WeightScaling,
-    as_quantizer,
 )
 from ..support import TokenForm
+from ._by_parts import swiglu_experts
 from ._inputs import (
-    CHECKS_OF_FINITE,
     CheckFinite,
     check_bias,
-    check_fast_accum,
     check_float_weight,
+    check_options,
     check_quantized_weight,
     k_step,
     refuse_not_finite,
+    with_recipe,
 )
 from ._parallel import check_exchange, exchanged
 from ._weight import _EXCHANGE, BOUND, PREPACKED, WeightModule, version
@@ -44,6 +43,7 @@ if TYPE_CHECKING:
 
 Layout = Literal["halves", "interleaved"]
 LAYOUTS = get_args(Layout)
+SWIGLU: ActivationName = "swiglu"
 
 
 class Experts(torch.nn.Module):
@@ -76,14 +76,18 @@ class Experts(torch.nn.Module):
         device: where the buffers are made.
         dtype: the dtype of the float weights before quantization; None is torch's default dtype. No buffer
             has it, and the output has the dtype of each input.
-        activations: "per-token" quantizes x and h with one amax for each row. "fp8" makes both e4m3, one
-            scale for each row (W4A8), as in :class:`fp4gemm.nn.Linear`. "a16": neither is quantized (W4A16),
-            but x is rounded to bfloat16 if it is float32, and so is the result then.
+        activations: "per-token" quantizes x and h with one amax for each row, "per-tensor" with one for the
+            rows of each expert; both may have options of the cast, as in :class:`fp4gemm.nn.Linear`. "fp8"
+            makes both e4m3, one scale for each row (W4A8), as there. "a16": neither is quantized (W4A16), but
+            x is rounded to bfloat16 if it is float32, and so is the result then.
         weight_scaling: "row" gives each output channel of each expert its own amax, "tensor" one to each
             expert's matrix.
         check_finite: "off", or "raise" for debugging: ``forward`` raises ValueError if x has a NaN or an
             infinity, as :class:`fp4gemm.nn.Linear` does.
         use_fast_accum: only with activations "fp8"; as in :func:`fp4gemm.mm`.
+        rounded_gate: whether gate and up are rounded to the dtype of x before SwiGLU, as in training, whose
+            first product is a function of its own (:class:`fp4gemm.training.StackedExperts`). The block is
+            then a sequence of operators, which takes longer; only with activation "swiglu", without ep.
         ep: None, or the exchange of tokens between ranks, each of which has num_experts / ranks of the
             experts in its weights: the ones from ``ep.first_expert`` on (docs/distributed.md). num_experts
             and topk_ids are then those of all ranks, and every rank calls ``forward``, also without tokens.
@@ -95,6 +99,7 @@ class Experts(torch.nn.Module):
 
     ep: ExpertParallel | None = None
     use_fast_accum: bool = False
+    rounded_gate: bool = False
 
     w13: StackedWeight
     w2: StackedWeight
@@ -111,13 +116,14 @@ class Experts(torch.nn.Module):
         bias: bool = False,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
-        activations: ExpertsActivations = "per-token",
+        activations: LayerActivations = "per-token",
         weight_scaling: WeightScaling = "row",
         check_finite: CheckFinite = "off",
         use_fast_accum: bool = False,
+        rounded_gate: bool = False,
         ep: ExpertParallel | None = None,
     ) -> None:
-        check_experts_options(activations, weight_scaling, check_finite, use_fast_accum)
+        activations = check_options(activations, weight_scaling, check_finite, use_fast_accum)
         _checks.is_int("num_experts", num_experts, 1)
         for name, size in (("hidden", hidden), ("intermediate", intermediate)):
             _checks.is_int(name, size, 1)
@@ -128,7 +134,7 @@ class Experts(torch.nn.Module):
             _checks.is_float_dtype("dtype", dtype)
         check_exchange(ep, None, num_experts, hidden, activations)
         super().__init__()
-        self._set_options(chosen, activations, check_finite, use_fast_accum, ep)
+        self._set_options(chosen, activations, check_finite, use_fast_accum, rounded_gate, ep)
         num_experts = num_experts if ep is None else ep.num_local_experts
         n13 = 2 * intermediate if chosen.is_gated else intermediate
         self.w13 = StackedWeight(num_experts, n13, hidden, bias, device, dtype, weight_scaling=weight_scaling)
@@ -139,11 +145,14 @@ class Experts(torch.nn.Module):
     def _set_options(
         self,
         activation: Activation,
-        activations: ExpertsActivations,
+        activations: str,
         check_finite: CheckFinite,
         use_fast_accum: bool,
+        rounded_gate: bool,
         ep: ExpertParallel | None,
     ) -> None:
+        _check_rounded_gate(rounded_gate, activation, ep)
+        self.rounded_gate = rounded_gate
         self.check_finite, self.use_fast_accum, self.ep = check_finite, use_fast_accum, ep
         self.activation = activation.name
         self.activations = activations
@@ -161,12 +170,14 @@ class Experts(torch.nn.Module):
         layout: Layout = "halves",
         is_transposed: bool = False,
         activation: ActivationName = "swiglu",
-        activations: ExpertsActivations = "per-token",
+        activations: LayerActivations = "per-token",
         weight_scaling: WeightScaling = "row",
         method: DataFree | Quantizer | None = None,
         check_finite: CheckFinite = "off",
         use_fast_accum: bool = False,
+        rounded_gate: bool = False,
         ep: ExpertParallel | None = None,
+        recipe: Recipe | None = None,
     ) -> Experts:
         """Quantize the float weights of experts, each expert's matrix by itself. They are not changed.
 
@@ -177,8 +188,9 @@ class Experts(torch.nn.Module):
             layout: how a gated activation's gate and up lie in n13: "halves" is all rows of the gate and then
                 all of up, "interleaved" is gate, up, gate, up, as the module holds them.
             is_transposed: True for w13 (g, d, n13) and w2 (g, intermediate, d), as GPT-OSS has them.
-            method: as of :meth:`Linear.from_float`; all others: as in the class. With ep the weights are
-                those of this rank's experts.
+            method, recipe: as of :meth:`Linear.from_float`. With a recipe, rounded_gate is True for
+                activation "swiglu" without ep, so that the bits are those of training. All others: as in the
+                class. With ep the weights are those of this rank's experts.
 
         Raises:
             TypeError, ValueError: naming the argument; also for weights that are NaN or infinite.
@@ -188,8 +200,9 @@ class Experts(torch.nn.Module):
         chosen = activation_of(activation)
         _checks.is_one_of("layout", layout, LAYOUTS)
         _checks.is_bool("is_transposed", is_transposed)
-        check_experts_options(activations, weight_scaling, check_finite, use_fast_accum)
-        quantizer = as_quantizer(method, weight_scaling, activations)
+        activations, quantizer = with_recipe(recipe, activations, weight_scaling, method)
+        rounded_gate = rounded_gate or (recipe is not None and chosen.name == SWIGLU and ep is None)
+        activations = check_options(activations, weight_scaling, check_finite, use_fast_accum)
         stacks = []
         for name, w in (("w13", w13), ("w2", w2)):
             _checks.has_dtype(name, _checks.is_tensor(name, w), _checks.FLOAT_DTYPES)
@@ -202,23 +215,24 @@ class Experts(torch.nn.Module):
         check_float_weight("w2", stacks[1], tuple(stacks[1].shape))
         # No inference tensors, which load_state_dict could not write outside of inference mode.
         with torch.inference_mode(False), torch.no_grad():
-            if chosen.is_gated and layout == "halves":
-                stacks[0] = interleaved(stacks[0])
-                bias13 = None if bias13 is None else interleaved(stack_bias("bias13", bias13, stacks[0]))
+            # Quantized before gate and up are interleaved, since a block of 16x16 has rows of one of them.
             packed13 = of_own_storage(quantizer(stacks[0], "w13"))
             packed2 = of_own_storage(quantizer(stacks[1], "w2"))
-            return cls.from_quantized(
+            made = cls.from_quantized(
                 packed13,
                 packed2,
                 bias13,
                 bias2,
-                layout="interleaved",
+                layout=layout,
                 activation=activation,
                 activations=activations,
                 check_finite=check_finite,
                 use_fast_accum=use_fast_accum,
+                rounded_gate=rounded_gate,
                 ep=ep,
             )
+            made.w13.weight_recipe = made.w2.weight_recipe = recipe
+            return made
 
     @classmethod
     @renamed("activation_scaling")
@@ -231,9 +245,10 @@ class Experts(torch.nn.Module):
         *,
         layout: Layout = "halves",
         activation: ActivationName = "swiglu",
-        activations: ExpertsActivations = "per-token",
+        activations: LayerActivations = "per-token",
         check_finite: CheckFinite = "off",
         use_fast_accum: bool = False,
+        rounded_gate: bool = False,
         ep: ExpertParallel | None = None,
     ) -> Experts:
         """Experts around NVFP4 stacks w13 (g, n13, d) and w2 (g, d, intermediate), whose memory they share.
@@ -245,7 +260,7 @@ class Experts(torch.nn.Module):
         """
         chosen = activation_of(activation)
         _checks.is_one_of("layout", layout, LAYOUTS)
-        check_experts_options(activations, "row", check_finite, use_fast_accum)
+        activations = check_options(activations, "row", check_finite, use_fast_accum)
         w13 = check_quantized_weight(w13, "w13", 3)
         w2 = check_quantized_weight(w2, "w2", 3)
         _checks.same_device("w2", w2.codes, w13.device, "w13")
@@ -261,7 +276,7 @@ class Experts(torch.nn.Module):
                 bias13 = None if bias13 is None else interleaved(bias13)
             made = cls.__new__(cls)
             torch.nn.Module.__init__(made)
-            made._set_options(chosen, activations, check_finite, use_fast_accum, ep)
+            made._set_options(chosen, activations, check_finite, use_fast_accum, rounded_gate, ep)
             made.w13, made.w2 = StackedWeight.of(w13, bias13), StackedWeight.of(w2, bias2)
         return made
 
@@ -340,6 +355,8 @@ class Experts(torch.nn.Module):
                 if is_transposed and isinstance(w, Tensor) and w.dim() == 3:
                     w = w.detach().transpose(1, 2)
                 if mixes and layer is self.w13:
+                    if isinstance(w, Tensor) and tuple(w.shape) == layer._shape:
+                        w = layer._quantized(names[0], w, layer._shape)
                     w, bias = mixed(w, bias, layer._shape)
                 new.append((layer, layer._new_weight(w, bias, names)))
             for layer, weight in new:
@@ -455,6 +472,7 @@ class Experts(torch.nn.Module):
     def extra_repr(self) -> str:
         finite = "" if self.check_finite == "off" else f", check_finite={self.check_finite!r}"
         fast = ", use_fast_accum=True" if self.use_fast_accum else ""
+        fast += ", rounded_gate=True" if self.rounded_gate else ""
         return f"activation={self.activation!r}, activations={self.activations!r}{finite}{fast}"
 
 
@@ -598,14 +616,16 @@ def activation_of(name: object) -> Activation:
     return by_name[name]  # type: ignore[index]
 
 
-def check_experts_options(
-    activations: object, weight_scaling: object, check_finite: object, use_fast_accum: object
-) -> None:
-    """Raise unless these are values of the keywords of Experts."""
-    _checks.is_one_of("activations", activations, EXPERTS_ACTIVATIONS)
-    _checks.is_one_of("weight_scaling", weight_scaling, WEIGHT_SCALINGS)
-    _checks.is_one_of("check_finite", check_finite, CHECKS_OF_FINITE)
-    check_fast_accum(use_fast_accum, activations)
+def _check_rounded_gate(value: object, activation: Activation, ep: object) -> None:
+    """Raise unless rounded_gate is a bool, and True for SwiGLU of the experts of one process alone."""
+    _checks.is_bool("rounded_gate", value)
+    if value and activation.name != SWIGLU:
+        raise ValueError(
+            f"rounded_gate: got True with activation {activation.name!r}, must be False unless that is "
+            f"{SWIGLU!r}"
+        )
+    if value and ep is not None:
+        raise NotImplementedError("rounded_gate: got True with ep, must be False with it")
 
 
 def check_shapes(
@@ -675,6 +695,9 @@ def multiply(
     """The operator ``experts`` with the weights and options of a layer."""
     more = (False, True) if layer.use_fast_accum else ()
     scaling = INPUTS[layer.activations].scaling
+    if layer.rounded_gate:
+        fast = layer.use_fast_accum
+        return swiglu_experts(x, ids, scores, w13, w2, cast(int, scaling), use_fast_accum=fast)
     arguments = ExpertsCall.arguments(x, ids, scores, w13, w2, scaling, layer._activation, *more)
     y: Tensor = operators.experts(*arguments)
     return y

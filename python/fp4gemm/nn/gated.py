@@ -73,7 +73,7 @@ class GatedMLP(torch.nn.Module):
         """Write other weights into the memory of these; None keeps one. The biases stay.
 
         As with :meth:`fp4gemm.nn.Linear.update_`, addresses stay, and after an error no weight has changed.
-        Float weights of gate and up get an amax for each row.
+        Float weights of gate and up get an amax for each row, or are cast by the recipe of their layers.
 
         Args:
             gate, up: float or NVFP4Tensor (intermediate, k).

@@ -20,7 +20,7 @@ from ..containers.nvfp4 import NVFP4Tensor
 from ..ops import operators
 from ..ops.linear import LinearCall
 from ..ops.parts import OperandParts
-from ..recipe import INPUTS, DataFree, LayerActivations, Quantizer, WeightScaling, as_quantizer
+from ..recipe import INPUTS, DataFree, LayerActivations, Quantizer, Recipe, WeightScaling
 from ._inputs import (
     OUT_STEP,
     CheckFinite,
@@ -31,6 +31,7 @@ from ._inputs import (
     k_step,
     refuse_not_finite,
     shared_input,
+    with_recipe,
 )
 from ._weight import BOUND, PREPACKED, WeightModule, version
 
@@ -100,10 +101,11 @@ class Linear(WeightModule):
             float32; None is torch's default dtype. Model code reads it. No buffer has it, and the output has
             the dtype of each input, under autocast too.
         activations: "per-token" gives each token (row of x) its own amax, so that an outlier token does not
-            cost the others precision; "per-tensor" gives all of them one. "fp8": x becomes e4m3, each token
-            with its own scale; devices other than compute capability 9.0 and the CPU refuse it. "a16": x is
-            not quantized (W4A16), but rounded to bfloat16 if it is float32; devices with FP4 tensor cores
-            refuse it.
+            cost the others precision; "per-tensor" gives all of them one. Both may have options of the cast,
+            "per-token,four_over_six=mae", as :class:`fp4gemm.recipe.Recipe` defines them. "fp8": x becomes
+            e4m3, each token with its own scale; devices other than compute capability 9.0 and the CPU refuse
+            it. "a16": x is not quantized (W4A16), but rounded to bfloat16 if it is float32; devices with FP4
+            tensor cores refuse it.
         weight_scaling: "row" gives each output channel (row of W) its own amax, "tensor" one to the whole
             weight. "row" is the default, since one fp32 number a channel costs nothing: the epilogue
             multiplies by it anyway.
@@ -148,7 +150,7 @@ class Linear(WeightModule):
         check_finite: CheckFinite = "off",
         use_fast_accum: bool = False,
     ) -> None:
-        check_options(activations, weight_scaling, check_finite, use_fast_accum)
+        activations = check_options(activations, weight_scaling, check_finite, use_fast_accum)
         for name, what, size, step in (
             ("in_features", "k", in_features, k_step(activations)),
             ("out_features", "n", out_features, OUT_STEP),
@@ -175,6 +177,7 @@ class Linear(WeightModule):
         method: DataFree | Quantizer | None = None,
         check_finite: CheckFinite = "off",
         use_fast_accum: bool = False,
+        recipe: Recipe | None = None,
     ) -> Linear:
         """Quantize a float layer: W -> Q(W) on its device, bias -> float32. The float layer is not changed.
 
@@ -183,8 +186,10 @@ class Linear(WeightModule):
                 n of 8.
             activations, weight_scaling, check_finite, use_fast_accum: as in the class.
             method: "round", "four-over-six" or "search", as :class:`fp4gemm.recipe.Recipe` defines them; None
-                is "four-over-six". "round" gives the weight of ``quantize(weight)``, as
-                :mod:`fp4gemm.training` has it.
+                is "four-over-six". "round" gives the weight of ``quantize(weight)``.
+            recipe: None, or activations, weight_scaling and method together, as
+                :meth:`fp4gemm.training.Recipe.for_inference` makes them. The layer keeps it, and
+                :meth:`update_` casts float weights by it.
 
         Raises:
             TypeError, ValueError: for a layer that does not fit, naming what is wrong; also for weights that
@@ -193,8 +198,8 @@ class Linear(WeightModule):
         The weight is detached: no gradient flows to it. Synchronises once, to look for weights that are not
         finite.
         """
-        check_options(activations, weight_scaling, check_finite, use_fast_accum)
-        quantizer = as_quantizer(method, weight_scaling, activations)
+        activations, quantizer = with_recipe(recipe, activations, weight_scaling, method)
+        activations = check_options(activations, weight_scaling, check_finite, use_fast_accum)
         check_linear(linear, activations)
         # No inference tensors, which load_state_dict could not write outside of inference mode.
         with torch.inference_mode(False), torch.no_grad():
@@ -206,6 +211,7 @@ class Linear(WeightModule):
                 check_finite=check_finite,
                 use_fast_accum=use_fast_accum,
             )
+            layer.weight_recipe = recipe
         return layer.train(linear.training)
 
     @classmethod

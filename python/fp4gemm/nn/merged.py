@@ -15,6 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from .. import _checks
 from .._refusals import REFUSALS, explained
 from ..activations import ActivationName, by_name
 from ..containers.decoded import DecodedTensor
@@ -92,7 +93,8 @@ class MergedLinear(Linear):
         Args:
             weight: the whole weight (n, k), whose rows are in the order of this layer; or a sequence of the
                 weights of the parts, (sizes[i], k) each, None for one that stays. Float parts are quantized
-                as ``weight_scaling`` of this layer says: with an amax for each row.
+                as ``weight_scaling`` of this layer says, with an amax for each row, or each by the recipe of
+                its layer.
             bias: (n,), of all parts; None keeps it.
 
         Raises:
@@ -101,6 +103,11 @@ class MergedLinear(Linear):
         with _EXCHANGE:  # no other thread may write between the read of the parts that stay and the write
             if isinstance(weight, (list, tuple)):
                 weight = self._joined(weight)
+            elif isinstance(weight, Tensor) and self.weight_recipe is not None and len(self.sizes) > 1:
+                raise ValueError(
+                    f"weight: got {_checks.describe(weight)}, must be a sequence of the weights of the "
+                    f"{len(self.sizes)} parts, each of which the recipe of this layer casts by itself"
+                )
             return super().update_(weight, bias)  # type: ignore[arg-type]
 
     def _joined(
@@ -272,7 +279,7 @@ def rows_of(weight: NVFP4Tensor, rows: range) -> NVFP4Tensor:
 def why_not_one_weight(layers: Sequence[Linear]) -> str:
     """Why the layers cannot have one weight; "" if they can."""
     first = layers[0]
-    options = ("activations", "check_finite", "use_fast_accum")
+    options = ("activations", "check_finite", "use_fast_accum", "weight_recipe")
     for name in ("in_features", *options, "e4m3_max", "dtype", "training"):
         if any(getattr(layer, name) != getattr(first, name) for layer in layers):
             return f"their {name} differs"
@@ -300,6 +307,7 @@ def layer_like(layer: Linear, weight: NVFP4Tensor, bias: Tensor | None) -> Merge
         ),
     )
     made.sizes = (made.out_features,)
+    made.weight_recipe = layer.weight_recipe
     carry_over(layer, made)
     return made.train(layer.training)
 

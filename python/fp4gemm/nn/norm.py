@@ -45,6 +45,8 @@ Result = Tensor | Tokens
 class RMSNormQuantize(torch.nn.Module):
     """``quantize(norm(x))`` in one kernel, as Tokens for the layers that it was made for.
 
+    These have activations "per-token" or "fp8": no fused kernel has options of the cast.
+
     The weight has the name that it has in the norm of the model. A float32 x, or a weight of another dtype
     than x, is normalised by torch, and the result is a tensor.
     """

@@ -10,6 +10,8 @@ from typing import Any, Literal
 from .. import _checks
 from ..ops import options as option_checks
 from ..ops.quantize import QuantizeCall
+from ..recipe import CAST_OPTIONS, Activations, checked_activations
+from ..recipe import Recipe as InferenceRecipe
 from . import _te
 
 __all__ = ["DEQUANTIZED", "OPERANDS", "PRESETS", "Cast", "Operand", "Recipe", "resolve"]
@@ -182,6 +184,46 @@ class Recipe:
         object.__setattr__(self, "draws", any(isinstance(cast, Cast) and cast.stochastic for cast in casts))
         object.__setattr__(self, "forward_casts", _pair(self.x, self.x_t, self.hadamard_signs))
         object.__setattr__(self, "backward_casts", _pair(self.dy, self.dy_t, self.hadamard_signs))
+
+    def for_inference(self) -> InferenceRecipe:
+        """The recipe by which a layer for inference computes the bits of the forward pass of this one::
+
+            recipe = fp4gemm.training.PRESETS["row_scaled"]
+            layer = fp4gemm.training.Linear(256, 128, recipe=recipe, dtype=torch.bfloat16)
+            served = fp4gemm.nn.Linear.from_float(layer, recipe=recipe.for_inference())
+            x = torch.randn(8, 256, dtype=torch.bfloat16)
+            assert torch.equal(served(x), layer(x))
+
+        :func:`fp4gemm.models.quantize_model` takes it for a whole model. It has the cast of x as
+        ``activations``, and that of w as weight_scaling, method and the options of the cast. x=None becomes
+        "a16". With an amax of the whole x, the bits of a token depend on the batch, as in training.
+
+        Raises:
+            ValueError: w is None, so that the forward pass multiplies weights that are not quantized; or x or
+                w is rounded stochastically, which has no bits to repeat.
+        """
+        x, w = self.x, self.w
+        if w is None:
+            raise ValueError("w: is None, must be a Cast: layers for inference have weights in NVFP4")
+        for name, cast in (("x", x), ("w", w)):
+            if cast is not None and cast.stochastic:
+                raise ValueError(f"{name}: stochastic is True, must be False for inference")
+        activations: Activations = "a16"
+        if x is not None:
+            kind = "per-token" if x.scaling == "row" else "per-tensor"
+            given = {name: getattr(x, name) for name in CAST_OPTIONS}
+            options = [f"{name}={value}" for name, value in given.items() if value is not None]
+            activations = checked_activations(",".join((kind, *options)))
+        return InferenceRecipe(
+            activations=activations,
+            weight_scaling=w.scaling,
+            method="round" if w.four_over_six is None else "four-over-six",
+            four_over_six=w.four_over_six,
+            block=w.block,
+            encode=w.encode,
+            four_over_six_error=w.four_over_six_error,
+            e4m3_max=w.e4m3_max,
+        )
 
     def replace(self, **changes: Any) -> Recipe:
         """The recipe with other fields, checked again; as dataclasses.replace."""

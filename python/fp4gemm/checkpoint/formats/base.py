@@ -20,6 +20,7 @@ from ...recipe import (
     Activations,
     StoredActivations,
     WeightScaling,
+    checked_activations,
 )
 
 FormatName = Literal["modelopt", "compressed-tensors", "fp4gemm"]
@@ -27,11 +28,12 @@ Direction = Literal["decodes", "encodes", "amax"]
 KVCache = Literal["fp8", "nvfp4"]
 Json = Mapping[str, Any]
 
+_OWN_KINDS = ("per-token", "per-tensor", "fp8")  # those of activations that the key below may have
 KV_CACHES: tuple[KVCache, ...] = ("fp8", "nvfp4")
-# The key of ``producer`` for activations that no other library can say, and its values. A scheme has "fp8";
-# "tensor" is for layers of this library alone, and read by the loader for transformers.
+# The key of ``producer`` for activations that no other library can say. Its value is their name, except for
+# "tensor", which is the name that "per-tensor" had before.
 OWN_ACTIVATIONS = "activation_scaling"
-OWN_VALUES: Mapping[Activations, str] = {"per-tensor": "tensor", "fp8": "fp8"}
+_OLD_NAMES: Mapping[str, str] = {"tensor": "per-tensor"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -189,7 +191,8 @@ class Scheme:
             library knows "per-token": in the formats of others such a checkpoint says the same as a static
             one, holds outer scales of 1.0 for the activations, and says "per-token" in ``producer``. "fp8":
             they become e4m3, with one scale for each row (W4A8). Such a checkpoint says the same as one of
-            "a16", and ``activation_scaling: fp8`` in ``producer``.
+            "a16", and ``activation_scaling: fp8`` in ``producer``. "per-tensor", and options of the cast
+            ("per-token,four_over_six=mae"), are in ``producer`` likewise, beside what "per-token" says.
         ignore: the modules that stay in float, as patterns of :func:`is_ignored`. vLLM and SGLang want
             routers and ``lm_head`` among them.
         kv_cache: what the config says about the KV cache; None: nothing, it stays in 16 bits.
@@ -215,7 +218,8 @@ class Scheme:
 
     def __post_init__(self) -> None:
         about = format_of(self.format)
-        _checks.is_one_of("activations", self.activations, STORED_ACTIVATIONS)
+        known = checked_activations(self.activations, STORED_ACTIVATIONS)
+        object.__setattr__(self, "activations", known)
         if self.kv_cache is not None:
             _checks.is_one_of("kv_cache", self.kv_cache, KV_CACHES)
         _checks.is_one_of("e4m3_max", self.e4m3_max, _checks.E4M3_BOUNDS)
@@ -230,7 +234,8 @@ class Scheme:
     def has_input_scales(self) -> bool:
         """Whether the checkpoint holds an outer scale of the activations beside every weight."""
         has_unit = FORMATS[self.format].has_unit_scales
-        return self.activations == "static" or (self.activations == "per-token" and has_unit)
+        kind = INPUTS[self.activations]
+        return kind.is_nvfp4 and (kind.kind == "static" or has_unit)
 
     def quantizes(self, name: str, class_name: str = "Linear") -> bool:
         """Whether the weight of the module of this name and class is quantized, as the config says.
@@ -288,28 +293,36 @@ def own_producer(config: Json) -> Json:
 
 
 def read_own(config: Json, given: StoredActivations, where: str) -> StoredActivations:
-    """The activations of a checkpoint whose other keys say ``given``: "fp8" where its producer says so.
+    """The activations of a checkpoint whose other keys say ``given``: what its producer says, if it does.
 
     Raises:
-        ValueError: the producer has another value than this library writes, or one that does not go with
-            activations that are quantized to NVFP4.
+        TypeError, ValueError: the producer has another value than this library writes, or one that does not
+            go with the other keys.
     """
     value = own_producer(config).get(OWN_ACTIVATIONS)
     if value is None:
         return given
-    _checks.is_one_of(f"{where}: {OWN_ACTIVATIONS} of producer", value, tuple(OWN_VALUES.values()))
-    if value != OWN_VALUES["fp8"]:
-        return given
-    if INPUTS[given].is_nvfp4:
-        raise ValueError(
-            f"{where}: {OWN_ACTIVATIONS} of producer is {value!r}, must be absent with activations {given!r}"
-        )
-    return "fp8"
+    name = f"{where}: {OWN_ACTIVATIONS} of producer"
+    given_name = _OLD_NAMES.get(value, value) if isinstance(value, str) else value
+    found: StoredActivations = checked_activations(given_name, _OWN_KINDS, name)
+    if said_to_others(found) != said_to_others(given):
+        raise ValueError(f"{name} is {value!r}, must be absent with activations {given!r}")
+    return found
 
 
-def said_to_others(activations: StoredActivations) -> StoredActivations:
-    """What the keys that other libraries read say of activations: "a16" of FP8 tokens."""
-    return "a16" if INPUTS[activations].tokens == "fp8" else activations
+def said_to_others(activations: Activations) -> StoredActivations:
+    """What the keys that other libraries read say of activations.
+
+    It is "a16" of FP8 tokens, and "per-token" of one amax for all tokens and of options of the cast.
+    """
+    kind = INPUTS[activations]
+    return "a16" if kind.tokens == "fp8" else "per-token" if kind.kind == "per-tensor" else kind.kind
+
+
+def own_value(activations: Activations) -> str | None:
+    """What ``producer`` says of activations beside :func:`said_to_others`; None: nothing."""
+    old = {new: old for old, new in _OLD_NAMES.items()}
+    return None if said_to_others(activations) == activations else old.get(activations, activations)
 
 
 def read_options(config: Json, given: StoredActivations, where: str) -> tuple[StoredActivations, int]:
@@ -327,7 +340,7 @@ def read_options(config: Json, given: StoredActivations, where: str) -> tuple[St
 def written_producer(scheme: Scheme, *, has_options: bool) -> dict[str, Any]:
     """The entry ``producer``; with the options that :func:`read_options` reads, unless it is of another."""
     if scheme.producer is not None and scheme.producer.name != "fp4gemm":
-        if scheme.activations in ("per-token", "fp8") or scheme.e4m3_max != 448:
+        if INPUTS[scheme.activations].kind in _OWN_KINDS or scheme.e4m3_max != 448:
             raise ValueError(
                 f"producer: got {scheme.producer.name!r}, must be None or fp4gemm where activations are "
                 "per-token or fp8, or e4m3_max is 256, which only fp4gemm reads"
@@ -336,8 +349,9 @@ def written_producer(scheme: Scheme, *, has_options: bool) -> dict[str, Any]:
     version = _native.version() if scheme.producer is None else scheme.producer.version
     said = said_to_others(scheme.activations)
     options: dict[str, Any] = {"activations": said, "e4m3_max": scheme.e4m3_max} if has_options else {}
-    if said != scheme.activations:
-        options[OWN_ACTIVATIONS] = OWN_VALUES[scheme.activations]
+    own = own_value(scheme.activations)
+    if own is not None:
+        options[OWN_ACTIVATIONS] = own
     return {"name": "fp4gemm", "version": version, **options}
 
 

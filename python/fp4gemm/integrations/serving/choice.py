@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from ... import _names, kernel_table, support
 from ...checkpoint.formats import Scheme
 from ...checkpoint.formats.base import read_own
-from ...recipe import INPUTS, StoredActivations, automatic
+from ...recipe import INPUTS, StoredActivations, activations_with, automatic
 from ...support import TokenForm
 from .options import Options
 
@@ -21,13 +21,16 @@ __all__ = [
     "activations_of",
     "has_input_scale",
     "of_algorithm",
+    "per_token",
     "said_by",
     "stored",
     "stored_experts",
 ]
 
 # What stored and of_algorithm return for a layer with NVFP4 weights.
-SERVED: tuple[StoredActivations, ...] = ("per-token", "a16", "fp8")
+SERVED: tuple[StoredActivations, ...] = tuple(
+    cast(StoredActivations, name) for name, kind in INPUTS.items() if kind.kind in ("per-token", "a16", "fp8")
+)
 _ALGORITHMS: dict[str | None, StoredActivations] = {"NVFP4": "per-token", "W4A16_NVFP4": "a16"}
 # What a device needs beside a product, by what the inputs become; support.gaps_of has these names.
 _NEEDS: dict[TokenForm, str] = {"16-bit": "unquantized activations", "fp8": "FP8 tokens"}
@@ -113,7 +116,16 @@ def stored(scheme: Scheme | None, name: str, shards: Sequence[str]) -> StoredAct
         )
     if not quantized.pop():
         return "the checkpoint excludes it"
-    return "per-token" if INPUTS[scheme.activations].is_nvfp4 else scheme.activations
+    return per_token(scheme.activations)
+
+
+def per_token(activations: StoredActivations) -> StoredActivations:
+    """What an engine makes of the activations of a checkpoint: an amax for each token if they are NVFP4.
+
+    Rows that pad a batch, in a captured graph for example, would take part in an amax of all tokens, and have
+    arbitrary values. Options of the cast remain.
+    """
+    return activations_with(activations, "per-token") if INPUTS[activations].is_nvfp4 else activations
 
 
 def stored_experts(scheme: Scheme | None, name: str) -> StoredActivations | str:
@@ -138,7 +150,7 @@ def of_algorithm(algorithm: str | None) -> StoredActivations | str:
 
 
 def said_by(config: Mapping[str, Any], stored: str) -> str:
-    """What :func:`stored` says, with "fp8" where the config of a checkpoint in 16 bits has the key for it.
+    """What :func:`stored` says, with what the config of a checkpoint of this library says beyond it.
 
     Args:
         config: ``quantization_config`` of a checkpoint in a format of others, whose engines do not read
@@ -148,9 +160,7 @@ def said_by(config: Mapping[str, Any], stored: str) -> str:
         ValueError: the key has another value than this library writes.
     """
     known = next((each for each in SERVED if each == stored), None)
-    if known is None or INPUTS[known].is_nvfp4:
-        return stored
-    return read_own(config, known, "quantization_config")
+    return stored if known is None else per_token(read_own(config, known, "quantization_config"))
 
 
 def activations_of(
@@ -159,7 +169,8 @@ def activations_of(
     """The way in which the inputs of a layer are quantized.
 
     Args:
-        stored: what the checkpoint says: "a16", "fp8", or "per-token" or "static" for W4A4.
+        stored: what the checkpoint says: "a16", "fp8", or for W4A4 "per-token", perhaps with options of the
+            cast, or "static".
         name: the name of the layer, for messages.
         is_experts: whether the layer is a mixture of experts.
 
@@ -169,9 +180,10 @@ def activations_of(
     """
     wanted, is_nvfp4 = options.activations, INPUTS[stored].is_nvfp4
     if wanted == "auto":
-        return device.automatic(is_experts)
+        chosen = device.automatic(is_experts)
+        return per_token(stored) if is_nvfp4 and INPUTS[chosen].is_nvfp4 else chosen
     if wanted == "checkpoint":
-        found: StoredActivations = "per-token" if is_nvfp4 else stored
+        found = per_token(stored)
         device.check(name, found, is_experts)
         return found
     if wanted == "static" and not is_nvfp4:

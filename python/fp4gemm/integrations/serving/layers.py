@@ -17,8 +17,8 @@ from .weights import NOT_LOADED
 
 __all__ = ["TEXTS", "InPlace", "Layer", "bound_of", "dropped", "put"]
 
-# What the report says of a layer.
-TEXTS: dict[StoredActivations, str] = {
+# What the report says of a layer, by the kind of its activations.
+TEXTS: dict[str, str] = {
     "per-token": "W4A4, an amax for each token",
     "static": "W4A4, the scale of the checkpoint",
     "a16": "W4A16",
@@ -59,7 +59,9 @@ class Layer:
     is_automatic: bool = False
 
     def __post_init__(self) -> None:
-        self.report.runs(self.name, TEXTS[self.activations])
+        kind = INPUTS[self.activations]
+        options = "".join(f", {name} {value}" for name, value in kind.options)
+        self.report.runs(self.name, TEXTS[kind.kind] + options)
 
     def fitted(self, *k: int) -> Layer:
         """The layer for weights with these k of this rank; "auto" gives FP8 tokens up if one does not fit."""

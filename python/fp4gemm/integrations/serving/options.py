@@ -10,12 +10,13 @@ from typing import Any, Literal, get_args
 
 from ... import _checks, patterns
 from ..._renamed import REMOVED_IN, new_keywords, stacklevel
-from ...recipe import DATA_FREE, DataFree
+from ...recipe import DATA_FREE, DataFree, TokenCast, checked_activations
 
 __all__ = ["PREFIX", "Options"]
 
 PREFIX = "FP4GEMM_SERVING_"  # the prefix of the environment variables
-ActivationsOption = Literal["checkpoint", "auto", "per-token", "static", "fp8", "a16"]
+ActivationsKind = Literal["checkpoint", "auto", "per-token", "static", "fp8", "a16"]
+ActivationsOption = ActivationsKind | TokenCast
 _OLD = {"method": f"{PREFIX}WEIGHT_METHOD"}  # old names of environment variables
 _FALSE, _TRUE = ("0", "false", "off", "no"), ("1", "true", "on", "yes")
 
@@ -32,9 +33,10 @@ class Options:
         enabled: False: the plug-in does nothing.
         activations: "checkpoint": a checkpoint of W4A4 gets one amax for each token, whatever its
             ``input_scale`` is, one of W4A16 keeps its activations in 16 bits, and one that
-            ``convert --activations fp8`` wrote gets FP8 tokens. "per-token", "fp8" and "a16" say so for
-            every checkpoint; "auto" chooses one of them by the device (:func:`fp4gemm.recipe.automatic`),
-            and the log says which. "static": W4A4 checkpoints keep the scale that they hold; the experts of
+            ``convert --activations fp8`` wrote gets FP8 tokens. Options of the cast that a checkpoint of this
+            library names are kept. "per-token", with options or without, "fp8" and "a16" say so for every
+            checkpoint; "auto" chooses one of them by the device (:func:`fp4gemm.recipe.automatic`), and the
+            log says which. "static": W4A4 checkpoints keep the scale that they hold; the experts of
             mixtures, and checkpoints of W4A16, which hold none, are refused then. FP8 tokens on a device
             that does not multiply them, or with a k that is no multiple of 64, are refused.
         ignore: patterns (:mod:`fp4gemm.patterns`) of layers that the engine keeps for itself, by their names
@@ -61,7 +63,8 @@ class Options:
         _checks.is_bool("enabled", self.enabled)
         _checks.is_bool("batch_invariant", self.batch_invariant)
         _checks.is_bool("use_fast_accum", self.use_fast_accum)
-        _checks.is_one_of("activations", self.activations, get_args(ActivationsOption))
+        known = checked_activations(self.activations, get_args(ActivationsKind))
+        object.__setattr__(self, "activations", known)
         _checks.is_one_of("method", self.method, DATA_FREE)
         if self.use_fast_accum and self.activations not in ("checkpoint", "auto", "fp8"):
             raise ValueError(

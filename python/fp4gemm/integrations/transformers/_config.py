@@ -14,7 +14,7 @@ from ... import _checks, patterns
 from ..._renamed import old_attribute, renamed
 from ...calibration.statistics import StatisticsFile
 from ...checkpoint.formats import FORMATS, FormatName, Scheme, quantization_config, read_quantization_config
-from ...checkpoint.formats.base import OWN_ACTIVATIONS, OWN_VALUES
+from ...checkpoint.formats.base import OWN_ACTIVATIONS, own_value
 from ...nn._inputs import check_fast_accum
 from ...recipe import (
     AUTO,
@@ -24,6 +24,8 @@ from ...recipe import (
     Method,
     Recipe,
     WeightScaling,
+    checked_activations,
+    checked_recipe,
     data_of,
 )
 
@@ -31,10 +33,11 @@ __all__ = ["Fp4GemmConfig", "compressed_tensors"]
 
 Fuse = Literal["auto", "none"]
 FAST = "use_fast_accum"  # the key of the producer for this option
+ROUNDED = "rounded_gate"  # the key of the producer for this option of the experts
 PACKED = "nvfp4-pack-quantized"  # the format of compressed-tensors that is NVFP4
 OPTIONS = (
     *("weight_scaling", "activations", "method", "calibration"),
-    *("include", "exclude", "fuse", "use_fast_accum", "format"),
+    *("include", "exclude", "fuse", "use_fast_accum", "format", "recipe"),
 )
 OLD_OPTIONS = ("activation_scaling",)  # their old names
 OF_LOADING = ("activations", "fuse", "use_fast_accum")  # the options that a quantized checkpoint leaves open
@@ -52,10 +55,10 @@ class Fp4GemmConfig(QuantizationConfigMixin):
     Args:
         weight_scaling: "row" or "tensor", as for ``quantize_model``. None is "row" for the format "fp4gemm",
             and "tensor" for the others, which can hold no other.
-        activations: "per-token", "per-tensor", "fp8" or "a16", as for :class:`fp4gemm.nn.Linear`. "auto":
+        activations: as for :class:`fp4gemm.nn.Linear`, with options of the cast too. "auto":
             each layer gets those of the device that it is loaded onto (:func:`fp4gemm.recipe.automatic`), and
             the log says which; float weights are quantized as for "per-token". None: what an NVFP4 checkpoint
-            says, "a16", "fp8" or "per-token"; with a float checkpoint "per-token".
+            says, and "per-token" where that is static; with a float checkpoint "per-token".
         method: how weights are rounded, as for ``quantize_model``; None is the best that calibration allows,
             "four-over-six" without. "search" needs calibration here, and only it and "gptq" accept one.
         calibration: the path of a file of :meth:`fp4gemm.calibration.Statistics.save`, whose statistics are
@@ -68,12 +71,15 @@ class Fp4GemmConfig(QuantizationConfigMixin):
             an NVFP4 checkpoint says that this library saved, unless ``activations`` are given, else False.
         format: what ``save_pretrained`` writes: "modelopt", "compressed-tensors" or "fp4gemm". None: as the
             model was loaded, else "modelopt".
+        recipe: activations, weight_scaling and method together, as for ``quantize_model``, or a mapping of
+            the options of one, as config.json holds it.
 
     Raises:
         TypeError, ValueError: naming the argument, its value and what it must be.
     """
 
     scheme: Scheme | None = None  # the scheme of a checkpoint that was loaded or is being saved
+    rounded_gate: bool = False  # of the experts of a checkpoint
     fused: Mapping[str, int] | None = None  # how many blocks of each kind the model had fused that was saved
 
     activation_scaling = old_attribute("activation_scaling")
@@ -91,28 +97,35 @@ class Fp4GemmConfig(QuantizationConfigMixin):
         fuse: Fuse | None = None,
         use_fast_accum: bool | None = None,
         format: FormatName | None = None,
+        recipe: Recipe | Mapping[str, Any] | None = None,
     ) -> None:
         self.quant_method = "fp4gemm"
         for name, value, allowed in (
             ("weight_scaling", weight_scaling, WEIGHT_SCALINGS),
-            ("activations", activations, (*LAYER_ACTIVATIONS, AUTO)),
             ("method", method, get_args(Method)),
             ("fuse", fuse, get_args(Fuse)),
             ("format", format, tuple(FORMATS)),
         ):
             if value is not None:
                 _checks.is_one_of(name, value, allowed)
-        is_auto = activations == AUTO
-        stated = None if is_auto else cast("LayerActivations | None", activations)
+        made = None if recipe is None else _recipe(recipe)
+        if made is not None:
+            absent = {"activations": activations, "weight_scaling": weight_scaling, "method": method}
+            made.check_absent(**{name: (value, None) for name, value in absent.items()})
+            activations, weight_scaling = cast(Any, made.activations), made.weight_scaling
+        if activations is not None:
+            activations = checked_activations(activations, (*LAYER_ACTIVATIONS, AUTO))
+        stated = None if activations == AUTO else cast("LayerActivations | None", activations)
         if use_fast_accum is not None:
             check_fast_accum(use_fast_accum, stated or "fp8")  # what the others become is known later
         known = _calibration(calibration)
         self._given = {
             name: value
             for name, value in (
-                ("weight_scaling", weight_scaling),
-                ("activations", activations),
+                ("weight_scaling", weight_scaling if made is None else None),
+                ("activations", activations if made is None else None),
                 ("method", method),
+                ("recipe", None if made is None else _as_json(made)),
                 ("calibration", str(calibration) if isinstance(known, StatisticsFile) else known),
                 ("include", _patterns("include", include)),
                 ("exclude", _patterns("exclude", exclude)),
@@ -122,14 +135,18 @@ class Fp4GemmConfig(QuantizationConfigMixin):
             )
             if value is not None
         }
+        self.given_recipe = made
         self.activations = activations
         self.weight_scaling: WeightScaling = weight_scaling or _scaling_of(format)
-        self.recipe = Recipe(
-            activations=stated or "per-token",
-            weight_scaling=self.weight_scaling,
-            method=method,
-            data=data_of(known),
-        )
+        if made is not None:
+            self.recipe = dataclasses.replace(made, data=data_of(known))
+        else:
+            self.recipe = Recipe(
+                activations=stated or "per-token",
+                weight_scaling=self.weight_scaling,
+                method=method,
+                data=data_of(known),
+            )
         self.recipe.check_uses_data(f"a {type(calibration).__name__}")
         self.method = self.recipe.method
         self.calibration = known
@@ -169,9 +186,16 @@ class Fp4GemmConfig(QuantizationConfigMixin):
         made.scheme = dataclasses.replace(scheme, targets=("Linear",)) if is_mix else scheme
         return made
 
-    def describe(self, activations: LayerActivations, fused: Mapping[str, int], use_fast_accum: bool) -> None:
+    def describe(
+        self,
+        activations: LayerActivations,
+        fused: Mapping[str, int],
+        use_fast_accum: bool,
+        rounded_gate: bool,
+    ) -> None:
         """Take over the options of loading from the model that is being saved."""
         self.activations, self.use_fast_accum = activations, use_fast_accum
+        self.rounded_gate = rounded_gate
         self.fused = fused or None
         self.fuse = "auto" if fused else "none"
 
@@ -179,13 +203,14 @@ class Fp4GemmConfig(QuantizationConfigMixin):
         """The options that :meth:`describe` took over, from the producer of a checkpoint of this library."""
         if not isinstance(producer, Mapping) or producer.get("name") != "fp4gemm":
             return
-        activations, fused = producer.get(OWN_ACTIVATIONS), producer.get("fused")
-        if activations is not None:  # the scheme was read, which checks it
-            found = next(name for name, value in OWN_VALUES.items() if value == activations)
-            self.activations = cast(LayerActivations, found)
+        fused = producer.get("fused")
+        if OWN_ACTIVATIONS in producer and self.scheme is not None:  # which has read it
+            self.activations = self.scheme.activations
         fast = producer.get(FAST, False)
         _checks.is_bool(f"quantization_config: {FAST} of producer", fast)
         self.use_fast_accum = fast
+        self.rounded_gate = producer.get(ROUNDED, False)
+        _checks.is_bool(f"quantization_config: {ROUNDED} of producer", self.rounded_gate)
         if fused is not None:
             if not isinstance(fused, Mapping) or not all(type(number) is int for number in fused.values()):
                 raise ValueError(
@@ -213,12 +238,17 @@ class Fp4GemmConfig(QuantizationConfigMixin):
         """The content for config.json: that of the checkpoint, once there is one."""
         if self.scheme is not None:
             made = quantization_config(self.scheme)
-            if self.activations in OWN_VALUES:
-                made["producer"][OWN_ACTIVATIONS] = OWN_VALUES[cast(LayerActivations, self.activations)]
-            elif self.activations is not None:  # the scheme says the others
+            if self.activations is not None:
+                own = (
+                    None if self.activations == AUTO else own_value(cast(LayerActivations, self.activations))
+                )
                 made["producer"].pop(OWN_ACTIVATIONS, None)
+                if own is not None:
+                    made["producer"][OWN_ACTIVATIONS] = own
             if self.use_fast_accum:
                 made["producer"][FAST] = True
+            if self.rounded_gate:
+                made["producer"][ROUNDED] = True
             if self.fused is not None:
                 made["producer"]["fused"] = dict(self.fused)
             return made
@@ -226,6 +256,28 @@ class Fp4GemmConfig(QuantizationConfigMixin):
         if not isinstance(given.get("calibration"), str):
             given.pop("calibration", None)  # batches are no JSON
         return {"quant_method": self.quant_method, **given}
+
+
+def _recipe(value: object) -> Recipe:
+    """The recipe itself, or the one with the options of a mapping."""
+    if not isinstance(value, Mapping):
+        return checked_recipe(value)
+    known = {each.name for each in dataclasses.fields(Recipe) if each.name != "data"}
+    for name in value:
+        if name not in known:
+            raise ValueError(f"recipe: got the option {name!r}, must be {_checks.listing(sorted(known))}")
+    given = dict(value)
+    if isinstance(given.get("block"), list):
+        given["block"] = tuple(given["block"])
+    try:
+        return checked_recipe(Recipe(**given))
+    except (TypeError, ValueError, NotImplementedError) as error:
+        raise ValueError(f"recipe: {error}") from error
+
+
+def _as_json(recipe: Recipe) -> dict[str, Any]:
+    """The options of a recipe as config.json holds them."""
+    return {n: list(v) if isinstance(v, tuple) else v for n, v in recipe.options().items()}
 
 
 def _scaling_of(format: FormatName | None) -> WeightScaling:

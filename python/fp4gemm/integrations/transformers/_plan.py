@@ -199,7 +199,12 @@ def _add_experts(
 
 
 def swap(
-    model: Any, plan: Plan, activations: LayerActivations, use_fast_accum: bool, dtype: torch.dtype | None
+    model: Any,
+    plan: Plan,
+    activations: LayerActivations,
+    use_fast_accum: bool,
+    rounded_gate: bool,
+    dtype: torch.dtype | None,
 ) -> None:
     """Put empty NVFP4 modules on the meta device in the place of the float ones.
 
@@ -232,8 +237,9 @@ def swap(
             bias=bool(modules[name].has_bias),
             device="meta",
             dtype=dtype,
-            activations=activations,  # type: ignore[arg-type]  # Experts check it
+            activations=activations,
             use_fast_accum=use_fast_accum,
+            rounded_gate=rounded_gate,
         )
         for child in ("w13", "w2"):
             if not plan.fills[f"{name}.{child}.{ANCHOR}"].is_per_row:

@@ -92,12 +92,14 @@ class Fp4GemmQuantizer(HfQuantizer):
             )
         modules, unused = stored_modules(headers(files), FORMATS[scheme.format])
         self.plan = make_plan(model, modules, unused, scheme.format, scheme.e4m3_max)
-        of_checkpoint = "per-token" if INPUTS[scheme.activations].is_nvfp4 else scheme.activations
+        of_checkpoint = "per-token" if INPUTS[scheme.activations].kind == "static" else scheme.activations
         activations = self._first if config.activations == AUTO else config.activations or of_checkpoint
         check_fast_accum(self._fast, activations)
-        swap(model, self.plan, cast(LayerActivations, activations), self._fast, dtype)
+        known = cast(LayerActivations, activations)
+        swap(model, self.plan, known, self._fast, config.rounded_gate, dtype)
         self.unused = Counter(name.rpartition(".")[2] for name in unused)
-        if scheme.activations == "per-token":  # scales of activations are 1.0 then, for other loaders
+        # The scales of dynamic activations are 1.0, for other loaders.
+        if INPUTS[scheme.activations].is_nvfp4 and INPUTS[scheme.activations].kind != "static":
             del self.unused[FORMATS[scheme.format].input_scale]
         if self.unused:
             logger.warning(
@@ -140,6 +142,15 @@ class Fp4GemmQuantizer(HfQuantizer):
     @property
     def _activations(self) -> Any:
         return self.quantization_config.activations or "per-token"
+
+    @property
+    def _options_of_recipe(self) -> dict[str, Any]:
+        """The options of quantize_model that its recipe has, or the recipe itself."""
+        config = self.quantization_config
+        if config.given_recipe is not None:
+            return {"recipe": config.given_recipe}
+        options = {"weight_scaling": config.weight_scaling, "method": config.method}
+        return {"activations": self._activations, **options}
 
     @property
     def _first(self) -> LayerActivations:
@@ -200,8 +211,8 @@ class Fp4GemmQuantizer(HfQuantizer):
         options: dict[str, Any] = {
             "activations": self._first,
             "use_fast_accum": self._fast,
-            "weight_scaling": config.weight_scaling,
             "method": quantizer,
+            "recipe": config.given_recipe,
             "check_finite": "off",
         }
         try:
@@ -292,10 +303,8 @@ class Fp4GemmQuantizer(HfQuantizer):
             model,
             include=cast(Any, config.include),
             exclude=cast(Any, config.exclude),
-            activations=self._activations,
+            **self._options_of_recipe,
             use_fast_accum=config.use_fast_accum,
-            weight_scaling=config.weight_scaling,
-            method=config.method,
             calibration=batches,
             fuse=config.fuse,
             report=report,

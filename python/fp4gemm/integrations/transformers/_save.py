@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -21,25 +21,19 @@ from ...nn._hooks import materialized
 from ...nn._weight import WeightModule
 from ...nn.gated import GatedMLP
 from ...nn.merged import MergedLinear, Part, rows_of
-from ...recipe import INPUTS, LayerActivations, StoredActivations
+from ...recipe import INPUTS, LayerActivations
 from ...stacks import joined
 from ._config import Fp4GemmConfig
 
 __all__ = ["state_dict"]
 
-# What a checkpoint says of the activations of layers.
-_STORED: dict[LayerActivations, StoredActivations] = {
-    "per-token": "per-token",
-    "per-tensor": "per-token",
-    "fp8": "fp8",
-    "a16": "a16",
-}
 # What to do about layers that differ. On compute capability 9.0 "auto" makes such layers where the k of some
 # is no multiple of 64; their weights are those of "a16".
 _REMEDIES = {
     "activations": "; quantize with activations='a16', and load the checkpoint with activations='auto'",
     "e4m3_max": "; quantize all layers by one method",
     "use_fast_accum": "; set use_fast_accum of all layers to one value",
+    "rounded_gate": "; set rounded_gate of all experts to one value",
 }
 Weight = tuple[str, NVFP4Tensor, Tensor | None]  # the name of the module in a checkpoint, weight, bias
 
@@ -54,8 +48,7 @@ def state_dict(model: Any, config: Fp4GemmConfig) -> dict[str, Tensor]:
         ValueError: naming the layer that the format cannot hold, and what to do.
     """
     format: FormatName = config.format or "modelopt"
-    of_layers, e4m3_max, use_fast_accum = _agreed(model)
-    activations = _STORED[of_layers]
+    activations, e4m3_max, use_fast_accum, rounded_gate = _agreed(model)
     state: dict[str, Tensor] = {}
     about, scaling = FORMATS[format], "tensor"
     inner = _inner(model)
@@ -81,12 +74,12 @@ def state_dict(model: Any, config: Fp4GemmConfig) -> dict[str, Tensor]:
         e4m3_max=e4m3_max,
         scaling=scaling,  # type: ignore[arg-type]
     )
-    config.describe(of_layers, fused(model), use_fast_accum)
+    config.describe(activations, fused(model), use_fast_accum, rounded_gate)
     return state
 
 
-def _agreed(model: Any) -> tuple[LayerActivations, int, bool]:
-    """The values on which all layers agree: activations, e4m3_max and use_fast_accum.
+def _agreed(model: Any) -> tuple[LayerActivations, int, bool, bool]:
+    """The values on which all layers agree: activations, e4m3_max, use_fast_accum, rounded_gate of experts.
 
     Raises:
         ValueError: they do not agree. RuntimeError: a layer has no weight yet.
@@ -94,21 +87,29 @@ def _agreed(model: Any) -> tuple[LayerActivations, int, bool]:
     scalings: dict[LayerActivations, str] = {}
     bounds: dict[int, str] = {}
     sums: dict[bool, str] = {}
+    gates: dict[bool, str] = {}
     for name, module in model.named_modules():
         if isinstance(module, (nn.Linear, nn.Experts)):
-            scalings[module.activations] = name
+            scalings[cast(LayerActivations, module.activations)] = name
             sums[module.use_fast_accum] = name
+        if isinstance(module, nn.Experts):
+            gates[module.rounded_gate] = name
         if isinstance(module, WeightModule):
             with materialized(module):
                 module._require_weight()
                 bounds[module.e4m3_max] = name
-    for what, found in (("activations", scalings), ("e4m3_max", bounds), ("use_fast_accum", sums)):
+    for what, found in (
+        ("activations", scalings),
+        ("e4m3_max", bounds),
+        ("use_fast_accum", sums),
+        ("rounded_gate", gates),
+    ):
         if len(found) > 1:
             listed = ", ".join(f"{value!r} of {name}" for value, name in found.items())
             raise ValueError(
                 f"model: its layers differ in {what} ({listed}), must agree in a checkpoint{_REMEDIES[what]}"
             )
-    return next(iter(scalings)), next(iter(bounds)), next(iter(sums))
+    return next(iter(scalings)), next(iter(bounds)), next(iter(sums)), next(iter(gates), False)
 
 
 def _stored(name: str, weight: NVFP4Tensor, format: FormatName) -> StoredWeight:

@@ -216,7 +216,10 @@ def _why_not_tokens(norm: torch.nn.Module, found: Sequence[Linear]) -> str:
     if any(map(hooks_of, (norm, *found))) or "forward" in vars(norm):
         return "it or a layer that reads it has hooks that a fused one would drop"
     if {layer.activations for layer in found} not in ({"per-token"}, {"fp8"}):
-        return 'the layers that read it do not have activations="per-token", or "fp8", all of them the same'
+        return (
+            'the layers that read it do not have activations="per-token", without options of the cast, or '
+            '"fp8", all of them the same'
+        )
     if any(layer.check_finite != "off" for layer in found):
         return 'the layers that read it have check_finite="raise"'
     return ""
