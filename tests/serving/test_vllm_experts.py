@@ -11,8 +11,10 @@ import serving
 import torch
 import vllm_stub
 from fp4gemm.checkpoint.formats import FORMATS
+from fp4gemm.integrations.serving.options import Options
 from torch import Tensor
 
+SIX = "per-token,four_over_six=mae"
 E, D, H = 4, 64, 128  # experts, hidden, intermediate
 
 
@@ -192,3 +194,31 @@ def test_experts_whose_tokens_are_gathered_run_on_fp4gemm(vllm: types.SimpleName
     config = serving.config_of(vllm.table, "modelopt")
     layer = _layer(vllm, config, all2all_backend="allgather_reducescatter")
     assert layer.quant_method.of.activations == "per-token"
+
+
+@pytest.mark.parametrize("activations", ["per-token", SIX, "fp8", "a16"])
+def test_a_rounded_gate(
+    vllm: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch, activations: str
+) -> None:
+    """The option has the bits of nn.Experts with it; experts without SwiGLU have no such choice."""
+    monkeypatch.setenv("FP4GEMM_SERVING_ROUNDED_GATE", "1")
+    experts = _experts()
+    layer = _layer(vllm, serving.config_of(vllm.table, "modelopt", activations))
+    _load(layer, experts, "modelopt")
+    wanted = _wanted(experts, activations)
+    wanted.rounded_gate = True
+    for m in (1, 9):
+        x, scores, ids = _routing(m)
+        y = layer.quant_method.apply(layer, x, scores, ids, None, None)
+        assert torch.equal(y, wanted(x, ids, scores))
+    assert not torch.equal(y, _wanted(experts, activations)(x, ids, scores))
+    experts = _experts(is_gated=False)
+    layer = _layer(vllm, serving.config_of(vllm.table, "modelopt"), activation="relu2_no_mul")
+    _load(layer, experts, "modelopt")
+    y = layer.quant_method.apply(layer, x, scores, ids)
+    assert torch.equal(y, _wanted(experts, "per-token", "relu2")(x, ids, scores))
+
+
+def test_a_rounded_gate_is_a_bool() -> None:
+    with pytest.raises(TypeError, match=r"^rounded_gate: got 1"):
+        Options(rounded_gate=1)  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ from torch import Tensor
 from ... import activations as activations_table
 from ...activations import ActivationName
 from ...checkpoint.formats import FORMATS
-from ...nn.experts import interleaved, interleaved_stack, of_own_storage
+from ...nn.experts import SWIGLU, interleaved, interleaved_stack, of_own_storage
 from ...ops.parts import OperandParts
 from ...recipe import INPUTS
 from . import products, weights
@@ -166,6 +166,7 @@ class ExpertsWeights:
             expert_map,
             self.of.batch_invariant,
             self.of.use_fast_accum,
+            self.of.rounded_gate and self.activation == SWIGLU,
         )
 
 

@@ -39,6 +39,7 @@ class Layer:
         e4m3_max: the bound of the block scales.
         scaling: "tensor": the checkpoint has an outer scale for each weight; "row": one for each row.
         batch_invariant, use_fast_accum: as of :func:`fp4gemm.mm`.
+        rounded_gate: as of :class:`fp4gemm.nn.Experts`, for experts with SwiGLU.
         method: how a weight is rounded that the checkpoint has in 16 bits.
         report: told when the weights of the layer are processed.
         has_input_scale: whether the checkpoint has an outer scale of the activations. Where it should have
@@ -57,6 +58,7 @@ class Layer:
     has_input_scale: bool = True
     use_fast_accum: bool = False
     is_automatic: bool = False
+    rounded_gate: bool = False
 
     def __post_init__(self) -> None:
         kind = INPUTS[self.activations]

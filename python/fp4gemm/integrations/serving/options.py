@@ -47,6 +47,8 @@ class Options:
             :func:`fp4gemm.mm` defines it. vLLM's ``VLLM_BATCH_INVARIANT=1`` sets it too.
         use_fast_accum: as of :func:`fp4gemm.mm`, for the layers whose inputs become FP8 tokens; all others
             sum in float32. It is refused with activations that never are FP8 tokens.
+        rounded_gate: experts with SwiGLU round gate and up first, as training does and as
+            :class:`fp4gemm.nn.Experts` with this option; other experts have no such choice. It takes longer.
 
     Raises:
         TypeError, ValueError: a field has another type or value; the text names it.
@@ -58,11 +60,13 @@ class Options:
     method: DataFree = "four-over-six"
     batch_invariant: bool = False
     use_fast_accum: bool = False
+    rounded_gate: bool = False
 
     def __post_init__(self) -> None:
         _checks.is_bool("enabled", self.enabled)
         _checks.is_bool("batch_invariant", self.batch_invariant)
         _checks.is_bool("use_fast_accum", self.use_fast_accum)
+        _checks.is_bool("rounded_gate", self.rounded_gate)
         known = checked_activations(self.activations, get_args(ActivationsKind))
         object.__setattr__(self, "activations", known)
         _checks.is_one_of("method", self.method, DATA_FREE)

@@ -10,6 +10,7 @@ from torch import Tensor
 from ... import activations as activations_table
 from ... import support
 from ...activations import ActivationName
+from ...nn._by_parts import swiglu_experts
 from ...ops import operators
 from ...ops.linear import LinearCall
 from ...ops.moe import ExpertsCall
@@ -70,6 +71,7 @@ def experts(
     expert_map: Tensor | None = None,
     batch_invariant: bool = False,
     use_fast_accum: bool = False,
+    rounded_gate: bool = False,
 ) -> Tensor:
     """The weighted sum of the experts of this rank that each token names, rounded once to the dtype of x.
 
@@ -82,6 +84,7 @@ def experts(
         expert_map: None, or int32 (experts of all ranks,): the place of each expert on this rank, -1 for
             those of others, which contribute nothing here.
         batch_invariant, use_fast_accum: as of :func:`linear`.
+        rounded_gate: whether gate and up are rounded before SwiGLU, which the activation then is.
 
     Returns:
         (t, d). Does not synchronise; a captured graph may be replayed with other ids.
@@ -89,17 +92,13 @@ def experts(
     if expert_map is not None:
         here = expert_map[topk_ids.clamp(min=0).long()].to(torch.int32)
         topk_ids = torch.where(topk_ids < 0, -1, here)
-    arguments = ExpertsCall.arguments(
-        x.contiguous(),
-        topk_ids.contiguous(),
-        topk_weights.contiguous(),
-        w13,
-        w2,
-        cast(int, INPUTS[activations].scaling),  # not "static", which options refuse for experts
-        activations_table.by_name[activation].number,
-        batch_invariant,
-        _is_fast(use_fast_accum, activations),
-    )
+    tokens = x.contiguous(), topk_ids.contiguous(), topk_weights.contiguous()
+    scaling = cast(int, INPUTS[activations].scaling)  # not "static", which options refuse for experts
+    fast = _is_fast(use_fast_accum, activations)
+    if rounded_gate:
+        return swiglu_experts(*tokens, w13, w2, scaling, batch_invariant, fast)
+    number = activations_table.by_name[activation].number
+    arguments = ExpertsCall.arguments(*tokens, w13, w2, scaling, number, batch_invariant, fast)
     y: Tensor = operators.experts(*arguments)
     return y
 

@@ -72,6 +72,7 @@ def chosen(format: FormatName, original: Any, config: Any, layer: Any, prefix: s
         if format == "fp4gemm"
         else INPUTS[cast(StoredActivations, stored)].is_nvfp4,
         use_fast_accum=options.use_fast_accum,
+        rounded_gate=options.rounded_gate,
         is_automatic=options.activations == "auto",
     )
     if format == "fp4gemm" and scheme is None:

@@ -101,6 +101,7 @@ class Serves:
             report=self.report,
             has_input_scale=has_input_scale,
             use_fast_accum=self.serving.use_fast_accum,
+            rounded_gate=self.serving.rounded_gate,
             is_automatic=self.serving.activations == "auto",
         )
 
