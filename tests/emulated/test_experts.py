@@ -13,6 +13,7 @@ import torch
 from calls import Memory, check, parts_out, rows_in
 from experts_cases import block_of, c_arguments
 from fp4gemm import reference
+from fp4gemm.recipe import INPUTS
 from fp4gemm.records import record_bytes
 from helpers import make, short
 from session import SCHEDULES, Session
@@ -151,6 +152,33 @@ def test_experts(session: Session, dtype: torch.dtype, size: tuple[int, ...]) ->
         short_of = session.library.fp4gemm_experts(args, *memory.workspace(num_bytes.value - 1), 0, None)
         assert short_of == capi.WORKSPACE
         assert f"must have {num_bytes.value}," in session.library.fp4gemm_last_error().decode()
+        return args, *memory.workspace(num_bytes.value)
+
+    check(session, "experts", build, SCHEDULES[2:4])
+
+
+@pytest.mark.parametrize(
+    "activations",
+    [
+        "per-tensor",
+        "per-token,encode=te_per_token",
+        "per-token,four_over_six=mae",
+        "per-tensor,four_over_six=mse,four_over_six_error=fast,e4m3_max=448",
+    ],
+)
+def test_casts_of_the_tokens(session: Session, activations: str) -> None:
+    """The rows of x are copied, and quantized with the options of the cast."""
+    gen = torch.Generator().manual_seed(1)
+    size = 9, 2, 4, 64, 32
+    block = block_of(*size, torch.device("cpu"), gen, bias=True, ids=ids_of(9, 2, 4))
+    scaling = INPUTS[activations].scaling
+    want = reference.experts(**block.arguments(scaling=scaling))
+
+    def build(memory: Memory) -> tuple[object, ...]:
+        args = c_arguments(block, memory.put, scaling=scaling)
+        args.out = memory.out("out", want)
+        num_bytes = ctypes.c_size_t()
+        assert session.library.fp4gemm_experts_workspace_bytes(args, 0, num_bytes) == capi.SUCCESS
         return args, *memory.workspace(num_bytes.value)
 
     check(session, "experts", build, SCHEDULES[2:4])

@@ -9,6 +9,7 @@ import capi
 import fp4gemm
 import torch
 from fp4gemm.activations import by_number
+from fp4gemm.ops.inputs import checked_input
 from helpers import make
 from torch import Tensor
 
@@ -110,6 +111,8 @@ def c_arguments(block: Block, put: Callable[[Tensor | None], int | None], **more
     """
     given = block.arguments(**more)
     t, top_k = block.ids.shape
+    tokens = checked_input(given.get("scaling", capi.QUANTIZE_A_ROW))
+    options = tokens.encode, tokens.four_over_six, int(tokens.fast_error), tokens.e4m3_max
 
     def weights(name: str) -> capi.ExpertWeights:
         data, scales, amax = (given[f"{name}{part}"] for part in ("", "_scales", "_amax"))
@@ -140,5 +143,6 @@ def c_arguments(block: Block, put: Callable[[Tensor | None], int | None], **more
         w13=weights("w13"),
         w2=weights("w2"),
         activation=block.activation,
-        quantize_a=given.get("scaling", capi.QUANTIZE_A_ROW),
+        quantize_a=tokens.scaling,
+        cast=capi.Cast(*options),
     )
