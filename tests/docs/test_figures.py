@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 
-from bench.report import accuracy, training
+from bench.report import accuracy, engine, training
 from bench.report.readme import marks
+from bench.report.results import load_all
 
 REPO = Path(__file__).resolve().parents[2]
 RESULTS = REPO / "bench" / "results"
 STEPS = RESULTS / "training" / "h200-steps.jsonl"
 LOSSES = RESULTS / "training" / "h200.jsonl"
+ENGINE = RESULTS / "engine" / "h200.jsonl"
 
 
 def words(name: str) -> str:
@@ -104,6 +106,50 @@ def test_the_weight_gradients_of_experts() -> None:
     for line, tokens in zip(lines, (8, 16, 32, 64), strict=True):
         parts = dict(steps(per_expert=tokens)["fp4gemm per_token"]["parts"])
         assert cells(line) == [str(tokens), f"{parts['wgrad']:.0f}"]
+
+
+@pytest.mark.parametrize("name", ["docs/serving.md", "docs/results.md"])
+def test_the_tables_of_the_engine(name: str, tmp_path: Path) -> None:
+    text = (REPO / name).read_text(encoding="utf-8")
+    copy = tmp_path / "copy.md"
+    copy.write_text(text, encoding="utf-8")
+    engine.into([copy], load_all([ENGINE]))
+    assert copy.read_text(encoding="utf-8") == text, f"bench engine {ENGINE} --readme {name}"
+
+
+def engine_us(model: str, arm: str, step: str) -> dict[int, float]:
+    """Microseconds of the kept steps of an engine, by requests or prompts."""
+    rows = [row for row in load_all([ENGINE]) if row["bench"] == "engine"]
+    facts = {"model": model, "contender": arm, "step": step}
+    return {row.get("batch") or row["prompts"]: row["us"] for row in rows if facts.items() <= row.items()}
+
+
+def test_what_is_said_of_the_engine() -> None:
+    llama, qwen = "llama-3.1-8b", "qwen3-30b-a3b"
+    w4a8, w4a4, fp8 = "fp4gemm W4A8", "fp4gemm W4A4", "vLLM FP8"
+
+    def ratios(model: str, arm: str, other: str, step: str) -> dict[int, str]:
+        mine, theirs = engine_us(model, arm, step), engine_us(model, other, step)
+        return {size: f"{theirs[size] / us:.2f}" for size, us in mine.items()}
+
+    formats, serving = words("docs/which_format.md"), words("docs/serving.md")
+    few = [ratios(model, w4a4, w4a8, "decode")[batch] for model in (llama, qwen) for batch in (1, 16, 64)]
+    assert f"have {min(few)} to {max(few)} times the speed of W4A8's" in formats
+    decode, prefill = (ratios(llama, w4a8, fp8, step) for step in ("decode", "prefill"))
+    few = [decode[batch] for batch in (1, 16, 64)]
+    assert f"with up to 64 requests ({min(few)} to {max(few)} times) and slower with 256" in formats
+    slow = f"{min(prefill.values())} to {max(prefill.values())}"
+    assert f"slower with 256 ({decode[256]}) and in prefill ({slow})" in formats
+    assert f"In prefill W4A8 has {slow} of the speed of FP8" in serving
+    decode, prefill = (ratios(qwen, w4a8, fp8, step) for step in ("decode", "prefill"))
+    assert f"is {min(decode.values())} to {max(decode.values())} times as fast in every step" in formats
+    assert f"has {prefill[8]} of the speed in a prefill of eight prompts" in formats
+    theirs = [engine_us(qwen, arm, "decode") for arm in ("vLLM bf16", fp8, "vLLM Marlin W4A16")]
+    said = {w4a8: "W4A8 is {} times as fast", w4a4: "W4A4 {} times", "fp4gemm W4A16": "W4A16 {} times"}
+    for arm, text in said.items():
+        us = engine_us(qwen, arm, "decode")
+        ahead = [f"{min(each[batch] for each in theirs) / us[batch]:.2f}" for batch in us]
+        assert text.format(f"{min(ahead)} to {max(ahead)}") in serving
 
 
 def test_bytes_of_expert_parallelism() -> None:
