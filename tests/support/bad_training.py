@@ -157,6 +157,8 @@ add(R, "seed", "type", lambda: 1.0, TYPE, "got 1.0 (float), must be an int")
 add(R, "seed", "sign", lambda: -1, VALUE, "got -1, must be at least 0")
 add(R, "seed", "range", lambda: 2**63, VALUE, "must be below 2**63")
 add(R, "save_input", "value", lambda: "both", VALUE, "got 'both', must be 'quantized' or 'original'")
+add(R, "batch_invariant", "type", lambda: 1, TYPE, "got 1 (int), must be True or False")
+add(R, "batch_invariant", "w", lambda: True, VALUE, "got True, must be False where w is None")
 add(R, "cache_weight", "type", lambda: None, TYPE, "got None (NoneType), must be True or False")
 
 

@@ -63,6 +63,7 @@ def quantize_model(
     sequential: bool = False,
     check_finite: CheckFinite = "off",
     use_fast_accum: bool = False,
+    batch_invariant: bool = False,
     inplace: bool = True,
     report: Callable[[QuantizeReport], object] | None = None,
     progress: Callable[[int, int, str], object] | None = None,
@@ -105,6 +106,8 @@ def quantize_model(
         check_finite: as in :class:`fp4gemm.nn.Linear`.
         use_fast_accum: as in :class:`fp4gemm.nn.Linear`, with activations "fp8", or "auto" where it chooses
             "fp8". It does not change the weights.
+        batch_invariant: of all layers that are quantized, as in :class:`fp4gemm.nn.Linear`: the bits of a
+            token do not depend on the other tokens of a call.
         method: how weights are rounded: "round", "four-over-six", "search" or "gptq", as
             :class:`fp4gemm.recipe.Recipe` defines them. None is the best method that the calibration allows:
             "gptq" with second moments, "search" with mean squares, "four-over-six" without calibration.
@@ -162,6 +165,7 @@ def quantize_model(
     is_auto = activations == AUTO
     first = "per-token" if is_auto else cast(LayerActivations, activations)
     _checks.is_bool("use_fast_accum", use_fast_accum)
+    _checks.is_bool("batch_invariant", batch_invariant)
     check_options(first, weight_scaling, check_finite, use_fast_accum and not is_auto)
     _checks.is_one_of("on_unsupported", on_unsupported, get_args(OnUnsupported))
     _checks.is_one_of("fuse", fuse, get_args(Fuse))
@@ -190,6 +194,8 @@ def quantize_model(
         if calibration is not None and not isinstance(calibration, (Statistics, StatisticsFile)):
             calibration = Statistics(collected(model, calibration, chosen, recipe.method == "gptq"))
         swapper.all(chosen, calibration)
+    for c in chosen:
+        cast(Linear | Experts, c.swapped).batch_invariant = batch_invariant
     model = _placed(model, chosen, inplace)
     del chosen
     swaps = select.reports(candidates)

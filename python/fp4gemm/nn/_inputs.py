@@ -32,6 +32,25 @@ CHECKS_OF_FINITE = get_args(CheckFinite)
 OUT_STEP = 8  # n: an output row of bf16 or fp16 is then a multiple of 16 bytes
 
 
+class Invariant:
+    """The attribute ``batch_invariant`` of layers that multiply."""
+
+    _batch_invariant = False
+
+    @property
+    def batch_invariant(self) -> bool:
+        """Whether the bits of a token do not depend on the other tokens of a call, as of :func:`fp4gemm.mm`.
+
+        An attribute that is set, not part of the state. Setting raises TypeError for anything but a bool.
+        """
+        return self._batch_invariant
+
+    @batch_invariant.setter
+    def batch_invariant(self, value: bool) -> None:
+        _checks.is_bool("batch_invariant", value)
+        self._batch_invariant = value
+
+
 def check_options(
     activations: object, weight_scaling: object, check_finite: object, use_fast_accum: object = False
 ) -> Any:

@@ -27,6 +27,7 @@ from ..support import TokenForm
 from ._by_parts import swiglu_experts
 from ._inputs import (
     CheckFinite,
+    Invariant,
     check_bias,
     check_float_weight,
     check_options,
@@ -46,7 +47,7 @@ LAYOUTS = get_args(Layout)
 SWIGLU: ActivationName = "swiglu"
 
 
-class Experts(torch.nn.Module):
+class Experts(Invariant, torch.nn.Module):
     """The experts of a mixture: two NVFP4 products for each expert that a token names, and a weighted sum.
 
     For token i with the experts e = topk_ids[i, j] and the weights topk_weights[i, j]::
@@ -92,6 +93,9 @@ class Experts(torch.nn.Module):
             experts in its weights: the ones from ``ep.first_expert`` on (docs/distributed.md). num_experts
             and topk_ids are then those of all ranks, and every rank calls ``forward``, also without tokens.
             ``state_dict`` has DTensors of all ranks' experts, for torch.distributed.checkpoint.
+
+    Attributes:
+        batch_invariant: of both products, as of :class:`fp4gemm.nn.Linear`; refused with ep.
 
     Raises:
         TypeError, ValueError: naming the argument, its value and what it must be.
@@ -462,6 +466,8 @@ class Experts(torch.nn.Module):
         top_k = ids.shape[-1]
         ids, weights = ids.reshape(-1, top_k).contiguous(), weights.reshape(-1, top_k).contiguous()
         if self.ep is not None:
+            if self.batch_invariant:
+                raise NotImplementedError("batch_invariant: is True with ep, must be False with it")
             y = exchanged(self.ep, x, ids, weights, w13, w2, self.activation, formats)
         else:
             y = multiply(self, x, ids, weights, w13, w2)
@@ -471,8 +477,8 @@ class Experts(torch.nn.Module):
 
     def extra_repr(self) -> str:
         finite = "" if self.check_finite == "off" else f", check_finite={self.check_finite!r}"
-        fast = ", use_fast_accum=True" if self.use_fast_accum else ""
-        fast += ", rounded_gate=True" if self.rounded_gate else ""
+        names = ("batch_invariant", "use_fast_accum", "rounded_gate")
+        fast = "".join(f", {name}=True" for name in names if getattr(self, name))
         return f"activation={self.activation!r}, activations={self.activations!r}{finite}{fast}"
 
 
@@ -693,11 +699,10 @@ def multiply(
     layer: Experts, x: Tensor, ids: Tensor, scores: Tensor, w13: OperandParts, w2: OperandParts
 ) -> Tensor:
     """The operator ``experts`` with the weights and options of a layer."""
-    more = (False, True) if layer.use_fast_accum else ()
+    more = (layer.batch_invariant, layer.use_fast_accum)
     scaling = INPUTS[layer.activations].scaling
     if layer.rounded_gate:
-        fast = layer.use_fast_accum
-        return swiglu_experts(x, ids, scores, w13, w2, cast(int, scaling), use_fast_accum=fast)
+        return swiglu_experts(x, ids, scores, w13, w2, cast(int, scaling), *more)
     arguments = ExpertsCall.arguments(x, ids, scores, w13, w2, scaling, layer._activation, *more)
     y: Tensor = operators.experts(*arguments)
     return y

@@ -24,6 +24,7 @@ from ..recipe import INPUTS, DataFree, LayerActivations, Quantizer, Recipe, Weig
 from ._inputs import (
     OUT_STEP,
     CheckFinite,
+    Invariant,
     check_bias,
     check_linear,
     check_options,
@@ -41,13 +42,19 @@ if TYPE_CHECKING:
 _RULES = selection.RULES
 _LINEAR = operators.below_wrapper(operators.linear)
 _is_compiling = torch.compiler.is_compiling
-_FAST_ACCUM: dict[bool, dict[str, bool]] = {False: {}, True: {"use_fast_accum": True}}
+# The arguments of the operator by batch_invariant and use_fast_accum.
+_SUMS: dict[tuple[bool, bool], dict[str, bool]] = {
+    (False, False): {},
+    (False, True): {"use_fast_accum": True},
+    (True, False): {"batch_invariant": True},
+    (True, True): {"batch_invariant": True, "use_fast_accum": True},
+}
 
 InputGradient = Literal["dequantized", "quantized"]
 INPUT_GRADIENTS = get_args(InputGradient)
 
 
-class Linear(WeightModule):
+class Linear(Invariant, WeightModule):
     """``y = Q(x) @ Q(W).T + bias``, with Q the NVFP4 cast: torch.nn.Linear with a frozen weight.
 
     The weight is quantized once and kept as buffers; the input is quantized in every call, so no calibration
@@ -114,6 +121,10 @@ class Linear(WeightModule):
             ``fullgraph=True`` or a CUDA graph is captured, "raise" is refused; without ``fullgraph`` the
             layer runs outside of the compiled graph.
         use_fast_accum: only with activations "fp8"; as in :func:`fp4gemm.mm`.
+
+    Attributes:
+        batch_invariant: False; True selects the kernel without regard to the number of rows, as in
+            :func:`fp4gemm.mm`. It is set on the layer, and is not part of the state.
 
     Buffers:
         weight_codes: uint8 (n, k/2), packed e2m1, low nibble = even k. weight_scales: float8_e4m3fn
@@ -283,7 +294,7 @@ class Linear(WeightModule):
             arguments = self._known_arguments()
             if arguments is not None and x.dim() > 0 and x.size(-1) == self.in_features:
                 try:
-                    more = _FAST_ACCUM[self.use_fast_accum]
+                    more = _SUMS[self._batch_invariant, self.use_fast_accum]
                     if c is None:
                         result: Tensor = _LINEAR(x, *arguments, **more)
                     else:
@@ -356,7 +367,7 @@ class Linear(WeightModule):
         if not is_traced and not self._is_prepacked_for(tokens):
             self._prepack_where_it_helps(tokens)
         terms.setdefault("activation", self._epilogue())
-        terms |= _FAST_ACCUM[self.use_fast_accum]
+        terms |= _SUMS[self._batch_invariant, self.use_fast_accum]
         call = LinearCall.of(given, self._operand_parts(), **terms)
         x = call.x
         if is_traced:
@@ -379,7 +390,7 @@ class Linear(WeightModule):
         prepacked = "prepacked_fp8" if tokens == "fp8" else "prepacked"
         formats = (format_a, prepacked if call.weight_rows else "nvfp4")
         support.ready_for(x, "mm", formats)
-        if _RULES:
+        if _RULES and not self._batch_invariant:
             rows = x.reshape(-1, x.shape[-1]) if x.numel() else x.new_empty(0, x.shape[-1])
             dtype = terms.get("out_dtype", x.dtype)
             n, k = self.out_features, self.in_features
@@ -474,11 +485,11 @@ class Linear(WeightModule):
 
     def extra_repr(self) -> str:
         finite = "" if self.check_finite == "off" else f", check_finite={self.check_finite!r}"
-        fast = ", use_fast_accum=True" if self.use_fast_accum else ""
+        sums = "".join(f", {name}=True" for name in _SUMS[self._batch_invariant, self.use_fast_accum])
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
             f"bias={self.bias is not None}, activations={self.activations!r}, "
-            f"weight_scaling={self.weight_scaling!r}{finite}{fast}"
+            f"weight_scaling={self.weight_scaling!r}{finite}{sums}"
         )
 
 

@@ -66,7 +66,7 @@ class MergedLinear(Linear):
         data = data.view(*x.shape[:-1], data.shape[-1])
         arguments = self._known_arguments()
         if arguments is not None and x.shape[-1] == self.in_features:
-            of_x = (scales, amax, e4m3_max, False, self.use_fast_accum, None, x.dtype)
+            of_x = (scales, amax, e4m3_max, self._batch_invariant, self.use_fast_accum, None, x.dtype)
             try:
                 result: Tensor = LINEAR(data, *arguments[:7], self._epilogue(), c, 1.0, *of_x)
             except REFUSALS as error:
@@ -279,7 +279,7 @@ def rows_of(weight: NVFP4Tensor, rows: range) -> NVFP4Tensor:
 def why_not_one_weight(layers: Sequence[Linear]) -> str:
     """Why the layers cannot have one weight; "" if they can."""
     first = layers[0]
-    options = ("activations", "check_finite", "use_fast_accum", "weight_recipe")
+    options = ("activations", "check_finite", "use_fast_accum", "batch_invariant", "weight_recipe")
     for name in ("in_features", *options, "e4m3_max", "dtype", "training"):
         if any(getattr(layer, name) != getattr(first, name) for layer in layers):
             return f"their {name} differs"
@@ -306,6 +306,7 @@ def layer_like(layer: Linear, weight: NVFP4Tensor, bias: Tensor | None) -> Merge
             use_fast_accum=layer.use_fast_accum,
         ),
     )
+    made.batch_invariant = layer.batch_invariant
     made.sizes = (made.out_features,)
     made.weight_recipe = layer.weight_recipe
     carry_over(layer, made)

@@ -224,7 +224,8 @@ class Step(NamedTuple):
     def product(self, x: Parts, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         """y = x W^T + bias, (m, n); x: the copy for fprop, or, unquantized, its values as codes."""
         recipe, shape = self.plan.recipe, self.plan.weight_shape
-        return multiply(x, recipe.x, self.w, recipe.w, dtype, self._offs(), shape, bias)
+        invariant = recipe.batch_invariant
+        return multiply(x, recipe.x, self.w, recipe.w, dtype, self._offs(), shape, bias, None, invariant)
 
     def save(self, ctx: Any, weight: Weight, x: Parts) -> None:
         """Save the weight or its copies, what output() returned of x, and the plan for :func:`restored`."""
@@ -443,7 +444,7 @@ def forward_arguments(step: Step, x: Tensor, weight: Any, bias: Tensor | None) -
         return None
     if casts is None or not isinstance(recipe.w, Cast):
         return None
-    if recipe.save_input != "quantized" or not _is_plain(x):
+    if recipe.save_input != "quantized" or recipe.batch_invariant or not _is_plain(x):
         return None
     if bias is not None:
         bias = bias.detach().to(torch.float32)
@@ -504,6 +505,7 @@ def multiply(
     shape: torch.Size | None = None,
     bias: Tensor | None = None,
     into: Tensor | None = None,
+    batch_invariant: bool = False,
 ) -> Tensor:
     """a b^T + bias: fprop, dgrad or wgrad, of copies that their casts made in one step, by the operator gemm.
 
@@ -517,6 +519,7 @@ def multiply(
         shape: that of b, if b is prepacked.
         bias: (n,) or (g, n) of any dtype.
         into: float32, the tensor to which the product is added.
+        batch_invariant: as of :func:`fp4gemm.mm`.
 
     Returns:
         (m, n), or (g, m, n) of groups of columns; ``into`` itself, if it is given.
@@ -539,7 +542,7 @@ def multiply(
         amax_a = amax_a if amax_a.dim() == 2 else amax_a.unsqueeze(1)
         amax_b = amax_b if amax_b.dim() == 2 else amax_b.unsqueeze(1)
     kernel = None
-    if _RULES:
+    if _RULES and not batch_invariant:
         k = a.codes.shape[-1] * (1 if a.scales is None else 2)
         kind, ragged = "dense" if offs is None else "grouped", "k" if is_ragged_k else "m"
         kernel = selection.find(a.codes, n, k, dtype, kind, False, formats, ragged)
@@ -555,6 +558,7 @@ def multiply(
         amax_b,
         None if bias is None else bias.detach().to(torch.float32).contiguous(),
         c=into,
+        batch_invariant=batch_invariant,
         b_rows=n if is_prepacked else 0,
         kernel_name=kernel,
         out_dtype=dtype,

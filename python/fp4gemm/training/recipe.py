@@ -134,12 +134,16 @@ class Recipe:
             element, or "original", x itself, which suits an x that something else saves anyway.
         cache_weight: whether a layer keeps the copies of its weight from one call to the next while the
             weight is unchanged.
+        batch_invariant: whether the kernel of fprop is selected without regard to the number of tokens, as
+            by :func:`fp4gemm.mm`, so that the bits of y for a token do not depend on the other tokens. dx and
+            dW, which nothing but training computes, do not have it.
 
     Raises:
         TypeError, ValueError: naming the field that has another type or value; one operand of a product is
             None beside a cast (other than x), hadamard in one operand of wgrad alone or outside of it,
             blocks of (16, 16) in an operand other than w and w_t, source "rowwise" or "dequantized" without
-            a forward copy that is quantized, hadamard_signs without hadamard.
+            a forward copy that is quantized, hadamard_signs without hadamard, batch_invariant where w is
+            None.
     """
 
     x: Cast | None = None
@@ -152,6 +156,7 @@ class Recipe:
     seed: int = 0
     save_input: Literal["quantized", "original"] = "quantized"
     cache_weight: bool = True
+    batch_invariant: bool = False
     # No fields, but derived, since each call of a layer reads them.
     is_plain = False  # whether no operand is quantized, so that a layer is torch's
     draws = False  # whether any cast is stochastic
@@ -175,6 +180,11 @@ class Recipe:
             raise ValueError(f"seed: got {self.seed}, must be below 2**63")
         _checks.is_one_of("save_input", self.save_input, _SAVED)
         _checks.is_bool("cache_weight", self.cache_weight)
+        _checks.is_bool("batch_invariant", self.batch_invariant)
+        if self.batch_invariant and self.w is None:
+            raise ValueError(
+                "batch_invariant: got True, must be False where w is None: the product is torch's then"
+            )
         if self.save_input == "original" and (self.x_t == DEQUANTIZED or _source(self.x_t) == "rowwise"):
             raise ValueError(
                 f"save_input: got 'original', must be 'quantized' with x_t {_shown(self.x_t)}, which needs "
