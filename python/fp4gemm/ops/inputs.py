@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import contextlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -62,8 +62,8 @@ class InputCast(NamedTuple):
         return QuantizeCall(x, None, self.scaling == ROW, offs=offs, **self.options())
 
 
-@functools.cache
 def _of_number(number: int) -> InputCast:
+    """The cast of a number; ValueError for one that is none."""
     four_over_six = number // _OPTIONS % 4
     if not 0 <= number < _END or four_over_six > 2:
         raise ValueError(
@@ -86,7 +86,19 @@ def _of_number(number: int) -> InputCast:
     return made
 
 
+def _casts() -> dict[int, InputCast]:
+    found = {}
+    for number in range(_END):
+        with contextlib.suppress(ValueError):
+            found[number] = _of_number(number)
+    return found
+
+
+_CASTS = _casts()  # by their numbers; a plain dict, which torch.compile reads
+
+
 def checked_input(number: object) -> InputCast:
     """The cast of a number; TypeError or ValueError for one that is none."""
     _checks.is_int("scaling", number, 0)
-    return _of_number(number)
+    found = _CASTS.get(number)  # type: ignore[call-overload]
+    return _of_number(number) if found is None else found  # type: ignore[arg-type]
