@@ -507,6 +507,23 @@ def test_a_config_without_a_cache(here: Any) -> None:
     assert grouped(here).cache is None
 
 
+def test_statistics_of_layers(here: Any) -> None:
+    """Of layers that no rank shares."""
+    normed = layer(here, megatron.LayerNormColumnParallelLinear)
+    assert list(training.record_statistics(normed).read()) == [""]  # none of the norm's weight
+    model = torch.nn.ModuleDict({"dense": layer(here), "experts": grouped(here)})
+    x = torch.randn(32, 64, dtype=torch.bfloat16)
+    with training.record_statistics(model, ["x", "w", "dy_t"]) as recorder:
+        y, _ = model["dense"](x.unsqueeze(1))
+        z, _ = model["experts"](x, [8, 24])
+        (y.float().square().sum() + z.float().square().sum()).backward()
+    found = recorder.read()
+    assert found["dense"]["x"].elements == found["experts"]["x"].elements == 32 * 64
+    assert found["experts"]["w"].elements == 2 * 128 * 64
+    assert found.keys() == {"dense", "experts"}
+    assert all(10 < of.sqnr < 40 for name in ("dense", "experts") for of in found[name].values())
+
+
 def test_recipes_are_assigned_to_layers_of_a_model(here: Any) -> None:
     model = torch.nn.ModuleDict({"a": layer(here), "b": grouped(here)})
     assert training.set_recipe(model, lambda name: "bf16" if name == "a" else "nvidia") == ["a", "b"]

@@ -330,7 +330,7 @@ def test_refusals(device: torch.device) -> None:
     with pytest.raises(TypeError, match=r"^operands: got 'x' \(str\), must be a list or tuple"):
         record_statistics(layer, "x")
     sharded = training.Linear(64, 96, recipe="nvidia", device=device)
-    sharded._shares_input = False  # as a style of tensor parallelism says
+    sharded._is_sharded = True  # as a style of tensor parallelism says
     with pytest.raises(NotImplementedError, match=r"^model: layer '1' is sharded by tensor parallelism"):
         record_statistics(torch.nn.Sequential(layer, sharded))
     compiled = torch.compile(layer, backend="eager", fullgraph=True)

@@ -32,6 +32,7 @@ class RecipeLayer:
     out_features: int
     _recipe: Recipe
     _shares_input = True  # whether forward takes a QuantizedInput
+    _is_sharded = False  # whether tensor parallelism divides the weight among ranks
 
     @property
     def recipe(self) -> Recipe:

@@ -121,6 +121,7 @@ class _ShardedLinear(Linear):
     _mesh: DeviceMesh
     _sequence_dim: int
     _shares_input = False
+    _is_sharded = True
 
     @property
     def _sharding(self) -> Sharding:

@@ -67,12 +67,12 @@ class StatisticsRecorder:
         for name, module in self._model.named_modules():
             if not isinstance(module, RecipeLayer) or not isinstance(module, torch.nn.Module):
                 continue
-            if not module._shares_input:
+            if module._is_sharded:
                 raise NotImplementedError(
                     f"model: layer {name!r} is sharded by tensor parallelism, must have a whole weight"
                 )
             for of, parameter in module.named_parameters(recurse=False):
-                if not of.endswith("bias"):
+                if parameter.dim() > 1 and not re.search(r"bias\d*$", of):  # a norm inside has one dimension
                     is_layers = re.fullmatch(r"weight\d*", of)  # weight0 and on: each expert has its own
                     yield name if is_layers else f"{name}.{of}".lstrip("."), parameter
 

@@ -77,6 +77,7 @@ class _GroupedLinear(RecipeLayer, torch.nn.Module):
         self.pg_collection = (
             ProcessGroupCollection.use_mpu_process_groups() if pg_collection is None else pg_collection
         )
+        self._is_sharded = get_pg_size(self.pg_collection.expt_tp) > 1
         for index in range(num_gemms):  # the parameters of Megatron's layer for one expert
             one = self._of_one_expert(
                 input_size,

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron.core.tensor_parallel import layers
+from megatron.core.utils import get_pg_size
 from torch import Tensor
 
 from ...training import functional, parallel
@@ -34,6 +35,7 @@ class _ParallelLinear(RecipeLayer):
     """What the layers have in common; a base before the class of Megatron-Core."""
 
     config: Any
+    tp_group: Any
     gradient_accumulation_fusion: bool
     _shares_input = False
 
@@ -47,6 +49,7 @@ class _ParallelLinear(RecipeLayer):
         check_size("input_size", in_features, recipe)
         check_size("output_size", out_features, recipe)
         self.config = config
+        self._is_sharded = get_pg_size(self.tp_group) > 1
         self.gradient_accumulation_fusion = is_fused
         self.in_features, self.out_features = in_features, out_features
         self._recipe, self.cache = recipe, cache_of(config)
