@@ -30,6 +30,14 @@ EXPERTS, TOP_K, LAYERS = 4, 2, 2
 IN, OUT = 64, 128
 # Nothing in it is random, so that runs can be compared bit for bit.
 EXACT = RECIPES["original"]
+# GPT-2's architecture: biases, LayerNorm, and no gate.
+WITH_BIASES: dict[str, Any] = {
+    "add_bias_linear": True,
+    "add_qkv_bias": True,
+    "normalization": "LayerNorm",
+    "gated_linear_unit": False,
+    "activation_func": torch.nn.functional.gelu,
+}
 LAYOUTS = {"tp 1": (1, False), "tp 2": (2, False), "tp 2, sequence": (2, True)}
 
 
@@ -59,12 +67,12 @@ def on_cpu() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def groups(tensor: int = 1, expert: int = 1) -> Iterator[None]:
+def groups(tensor: int = 1, expert: int = 1, expert_tensor: int = 1) -> Iterator[None]:
     """The process groups of Megatron-Core for these sizes of tensor and expert parallelism."""
     from megatron.core import parallel_state
 
     parallel_state.initialize_model_parallel(
-        tensor, expert_model_parallel_size=expert, expert_tensor_parallel_size=1
+        tensor, expert_model_parallel_size=expert, expert_tensor_parallel_size=expert_tensor
     )
     try:
         yield
@@ -101,17 +109,17 @@ def config(tensor: int = 1, **changes: Any) -> Any:
     return TransformerConfig(**{**options, **changes})
 
 
-def moe_config(**changes: Any) -> Any:
+def moe_config(tensor: int = 1, **changes: Any) -> Any:
     options: dict[str, Any] = {
         "num_moe_experts": EXPERTS,
         "moe_router_topk": TOP_K,
         "moe_ffn_hidden_size": FFN,
         "moe_token_dispatcher_type": "allgather",
-        "expert_tensor_parallel_size": 1,
+        "expert_tensor_parallel_size": tensor,
         "moe_router_load_balancing_type": "none",
         "moe_grouped_gemm": False,
     }
-    return config(**{**options, **changes})
+    return config(tensor, **{**options, **changes})
 
 
 def local_spec(of: Any) -> Any:
@@ -338,15 +346,23 @@ def accumulated(
 # ---- experts
 
 
-def experts(recipe: Any, dtype: torch.dtype = torch.bfloat16, **options: Any) -> dict[str, Any]:
-    """Loss, gradients and shards of a model of experts that two ranks divide."""
-    with groups(1, 2):
-        of = moe_config(expert_model_parallel_size=2, params_dtype=dtype, bf16=dtype == torch.bfloat16)
+def experts(
+    recipe: Any, dtype: torch.dtype = torch.bfloat16, tensor: int = 1, **options: Any
+) -> dict[str, Any]:
+    """Loss, gradients and shards of a model whose experts, or the weights of each, two ranks divide."""
+    with groups(tensor, 2 // tensor, tensor):
+        of = moe_config(
+            tensor,
+            expert_model_parallel_size=2 // tensor,
+            sequence_parallel=tensor > 1,
+            params_dtype=dtype,
+            bf16=dtype == torch.bfloat16,
+        )
         model = gpt(of, recipe, **options)
         _fill(model)
         ddp = data_parallel(of, model)
         ddp.zero_grad_buffer()
-        loss = loss_of(ddp, dist.get_rank())
+        loss = loss_of(ddp, dist.get_rank() if tensor == 1 else 0)
         loss.backward()
         finish(ddp)
         grads = {_sequential(n): p.main_grad.clone() for n, p in model.named_parameters()}
@@ -468,11 +484,13 @@ def checkpoints(rank: int) -> dict[Any, Any]:
     folder = [tempfile.mkdtemp() if rank == 0 else ""]
     dist.broadcast_object_list(folder)
     dist_checkpointing.save(own.sharded_state_dict(), folder[0])
+    dist.barrier()  # a rank may return before the others have written
     for name, model in (("theirs", theirs), ("own", own), ("norms inside", inside)):
         _fill(model, 9)
         loaded = dist_checkpointing.load(model.sharded_state_dict(), folder[0])
         model.load_state_dict(loaded)
         found["saved", name] = _tensors(model)
+    dist.barrier()
     if rank == 0:
         shutil.rmtree(folder[0])
     return found
@@ -599,6 +617,10 @@ def of_models(rank: int) -> dict[Any, Any]:
     for layout in LAYOUTS:
         for name in ("te_per_token", "nvidia", "per_token"):
             results["trained", layout, name] = trained(layout, name)
+    for layout in ("tp 1", "tp 2"):
+        for name, recipe in (("megatron", None), ("bf16", "bf16")):
+            results["biases", layout, name] = trained(layout, recipe, 1, **WITH_BIASES)
+    results["biases", "tp 2, sequence", "bf16"] = trained("tp 2, sequence", "bf16", 1, **WITH_BIASES)
     results["trained", "tp 1", "megatron"] = trained("tp 1", None)
     results["trained", "tp 1", "bf16"] = trained("tp 1", "bf16")
     return results
@@ -663,6 +685,8 @@ def of_experts(rank: int) -> dict[Any, Any]:
         ("experts", "fused"): experts(EXACT, grouped_experts=True, fuse_main_grad=True),
         ("experts", "bf16"): experts("bf16", torch.float32, grouped_experts=True),
         ("experts", "megatron"): experts(None, torch.float32),
+        ("experts", "sharded, sequential"): experts(EXACT, tensor=2),
+        ("experts", "sharded, grouped"): experts(EXACT, tensor=2, grouped_experts=True),
     }
 
 

@@ -95,6 +95,22 @@ def test_a_recipe_that_quantizes_nothing_is_megatron(ranks: list[dict[Any, Any]]
         assert_same(own["last"], theirs["last"])
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_biases_and_layer_norms_are_those_of_megatron(ranks: list[dict[Any, Any]], layout: str) -> None:
+    """Megatron-Core's own norms refuse sequence parallelism, and add up gradients in another order there."""
+    for results in ranks:
+        own = results["biases", layout, "bf16"]
+        theirs = results["biases", layout.removesuffix(", sequence"), "megatron"]
+        assert torch.equal(own["losses"], theirs["losses"])
+        assert any(name.endswith("linear_proj.bias") for name in own["first"])
+        for name, gradient in theirs["first"].items():
+            got = own["first"][name]
+            if "sequence" in layout and ("layernorm" in name or name.endswith("bias")):
+                torch.testing.assert_close(got, gradient, rtol=0.02, atol=0.01 * gradient.abs().max())
+            else:
+                assert torch.equal(got, gradient), name
+
+
 @pytest.mark.parametrize("recipe", ["te_per_token", "nvidia", "per_token"])
 def test_layouts_train_alike(ranks: list[dict[Any, Any]], recipe: str) -> None:
     """Losses fall. A row-parallel layer has amaxes of the rank's features, and rounds no worse for it."""
@@ -168,11 +184,14 @@ def test_copies_that_are_kept_for_a_step_change_no_bit(ranks: list[dict[Any, Any
 # ---- experts
 
 
-def test_grouped_experts_have_the_bits_of_single_ones(ranks: list[dict[Any, Any]]) -> None:
+@pytest.mark.parametrize("prefix", ["", "sharded, "], ids=["divided", "sharded"])
+def test_grouped_experts_have_the_bits_of_single_ones(ranks: list[dict[Any, Any]], prefix: str) -> None:
+    """With half of the experts on each rank, or half of each expert."""
     for results in ranks:
-        grouped, sequential = (results["experts", name] for name in ("grouped", "sequential"))
+        grouped, sequential = (results["experts", f"{prefix}{name}"] for name in ("grouped", "sequential"))
         assert torch.equal(grouped["loss"], sequential["loss"])
         assert_same(grouped["grads"], sequential["grads"])
+        assert grouped["shards"] == sequential["shards"]
 
 
 def test_grouped_experts_in_bf16_are_those_of_megatron(ranks: list[dict[Any, Any]]) -> None:
@@ -505,6 +524,26 @@ def test_a_config_without_a_cache(here: Any) -> None:
     here.disable_parameter_transpose_cache = True
     assert layer(here).cache is None
     assert grouped(here).cache is None
+
+
+@pytest.mark.parametrize("is_initialized", [True, False], ids=["initialized", "left"])
+def test_parameters_are_initialized_by_the_config(here: Any, is_initialized: bool) -> None:
+    here.perform_initialization, here.params_dtype = is_initialized, torch.float16
+    calls: list[tuple[int, ...]] = []
+
+    def init(weight: Tensor) -> None:
+        calls.append(tuple(weight.shape))
+        torch.nn.init.constant_(weight, 0.25)
+
+    dense = layer(here, init_method=init, bias=True, skip_bias_add=True)
+    of_experts = grouped(here, init_method=init)
+    assert calls == ([(128, 64)] * 3 if is_initialized else [])
+    for weight in (dense.weight, of_experts.weight0, of_experts.weight1):
+        assert weight.dtype == torch.float16
+        assert weight.allreduce
+        assert not is_initialized or (weight == 0.25).all()
+    _, bias = dense(torch.zeros(2, 1, 64, dtype=torch.float16))
+    assert bias is dense.bias
 
 
 def test_statistics_of_layers(here: Any) -> None:
