@@ -228,7 +228,8 @@ def test_selective_checkpointing_saves_the_products_that_it_names(name: str, dev
     calls: list[str] = []
 
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        calls.append(op.name())
+        if not context.is_recompute:  # some versions of torch ask again there
+            calls.append(op.name())
         is_product = op is torch.ops.fp4gemm.gemm.default
         return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
 
