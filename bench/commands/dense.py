@@ -55,6 +55,7 @@ from .products import (
     TORCH,
     UNFUSED,
     W4A4,
+    W4A8_PRODUCT,
     key,
     start,
     wanted,
@@ -146,13 +147,20 @@ class Contenders:
         m, n, k = self.size
         return Work(2.0 * m * n * k, nbytes(a, b) + elem_bytes * m * n, unit_name)
 
-    def ours(self, name: str, forms: Forms, kernel: str | None = None) -> None:
-        """mm of operands in these forms, by ``kernel`` or by the kernel that the library chooses."""
+    def ours(self, name: str, forms: Forms, kernel: str | None = None, fast: bool = False) -> None:
+        """mm of operands in these forms, by ``kernel`` or by the kernel that the library chooses.
+
+        ``fast``: with use_fast_accum, of tokens in FP8.
+        """
 
         def make() -> tuple[Contender, Check]:
             first, second = in_forms(self.weights, self.tokens, forms)
-            chosen = kernel or chosen_kernel(self.harness, self.size, forms)
+            chosen = kernel
+            if kernel is None and not fast:
+                chosen = chosen_kernel(self.harness, self.size, forms)
             mm = fp4gemm.mm if kernel is None else partial(fp4gemm.mm, **w4a8.forced(kernel))
+            if fast:
+                mm = partial(mm, use_fast_accum=True)
             work = self.work(first[0], second[0], unit_of(self.harness, forms))
             contender = Contender(calls(mm, first, second), work, kernel=chosen, quantizes=False)
             if forms[0] == "bf16":  # sums of unquantized values round
@@ -173,6 +181,11 @@ class Contenders:
             return contender, lambda: self.tokens.wrong(forms[0]) or wrong(contender.calls[0], product)
 
         self.made.attempt(name, make)
+
+    def w4a8(self) -> None:
+        """mm of FP8 tokens that were quantized before."""
+        for name, fast in W4A8_PRODUCT.items():
+            self.ours(name, w4a8.FORMS, fast=fast)
 
     def unfused(self, forms: Forms) -> None:
         """mm without vectors, and mm followed by a pass that applies them: what the fused epilogue saves."""

@@ -18,7 +18,9 @@ W4A4, W4A16 = "fp4gemm W4A4", "fp4gemm W4A16"
 # By name, use_fast_accum: whether the sums stay in the accumulators of the FP8 tensor cores.
 W4A8 = {"fp4gemm W4A8": False, "fp4gemm W4A8 fast": True}
 FP8 = {"torch fp8": True, "torch fp8 promoted": False}
-FP8_PRODUCT = "torch fp8, quantized tokens"  # the product alone
+# The products alone.
+W4A8_PRODUCT = {f"{name}, quantized tokens": fast for name, fast in W4A8.items()}
+FP8_PRODUCT = "torch fp8, quantized tokens"
 FP8_NOTE = "one scale a token and one a channel, use_fast_accum={}"
 DEFAULT_SHAPES = (Layer("", "", 8192, 8192),)
 # The sizes on a CPU are small, since the reference multiplies in float64 there.

@@ -242,7 +242,11 @@ def upstream_tables(rows: Sequence[Row]) -> str:
     """Upstream's published figures beside ours, and our figures by size."""
     text = upstream.of_docs(rows)
     mine = [row for row in rows if str(row["bench"]).startswith(upstream.BENCH)]
-    return "\n".join([_wrapped(_where(mine)), "", text, "", _refused(mine)])
+    runs: dict[tuple[str, ...], list[Row]] = {}
+    for row in mine:
+        runs.setdefault(tuple(row[fact] for fact in ("command", "revision", "date")), []).append(row)
+    where = [line for run in runs.values() for line in (_wrapped(_where(run)), "")]
+    return "\n".join([*where, text, "", _refused(mine)])
 
 
 # The blocks of a file, by the name in their marks.

@@ -22,7 +22,10 @@ BENCH = "upstream "
 NOT_MEASURED = "not measured"
 WIDTH = 110  # columns of a Markdown line that is no table
 # The contenders of table 7 that stand beside the published times.
-GROUPED = ("fp4gemm W4A4", "torch MXFP8", "TransformerEngine, MXFP8 GroupedLinear", "torch bf16", "torch fp8")
+GROUPED = (
+    *("fp4gemm W4A4", "fp4gemm W4A8", "fp4gemm W4A8 fast", "torch MXFP8"),
+    *("TransformerEngine, MXFP8 GroupedLinear", "torch bf16", "torch fp8"),
+)
 
 
 class Table(NamedTuple):
@@ -155,10 +158,15 @@ SHOWN = {
     "grouped": ("per token", "per token, RHT", "per tensor, RHT and SR", "torch clone"),
     "swizzle": ("swizzled in the cast", "swizzled by a kernel", "per tensor"),
     "gemm": (
-        *("fp4gemm", "unfused: post-scale", "scalar alpha", "torch bf16", "torch fp8, quantized tokens"),
+        *("fp4gemm", "fp4gemm, C interface by cuda-python", "unfused: post-scale", "scalar alpha"),
+        *("fp4gemm W4A8, quantized tokens", "fp4gemm W4A8 fast, quantized tokens"),
+        *("torch bf16", "torch fp8, quantized tokens"),
         *("cuBLASLt nvfp4 + post-scale", "cuBLASLt nvfp4, scalar alpha"),
     ),
-    "forward": ("per token", "per tensor, RHT and SR", "torch bf16", "torch fp8, both cast"),
+    "forward": (
+        *("per token", "per token, RHT", "per tensor, RHT and SR"),
+        *("fp4gemm W4A8, both cast", "fp4gemm W4A8 fast, both cast", "torch bf16", "torch fp8, both cast"),
+    ),
     "backward": ("per token", "per token, RHT", "per tensor, RHT and SR", "torch bf16"),
 }
 
@@ -175,7 +183,7 @@ def of_docs(rows: Sequence[Row]) -> str:
     lines = [text(mine)]
     for name, contenders in SHOWN.items():
         lines += _matrix([row for row in mine if row["bench"] == BENCH + name], name, contenders)
-    return "\n".join([*lines, *_absent(mine)])
+    return "\n".join([*lines, *_absent(mine), *_not_in(mine)])
 
 
 def _matrix(rows: Sequence[Row], name: str, contenders: Sequence[str]) -> list[str]:
@@ -220,3 +228,16 @@ def _absent(rows: Sequence[Row]) -> list[str]:
         return []
     made = [textwrap.fill(f"* {name}: {reason}.", WIDTH, subsequent_indent="  ") for name, reason in seen]
     return ["", "Not timed:", "", *made]
+
+
+def _not_in(rows: Sequence[Row]) -> list[str]:
+    """A line that names the contenders of the tables above that the rows lack, timed or not."""
+    found = dict.fromkeys((str(row["bench"]).removeprefix(BENCH), str(row["contender"])) for row in rows)
+    shown = SHOWN | {figures()["times"]["table"]: GROUPED}
+    missing = [
+        f"`{table}`: {name}"
+        for table in dict.fromkeys(table for table, _ in found)
+        for name in shown[table]
+        if (table, name) not in found
+    ]
+    return ["", textwrap.fill(f"No row in these results: {'; '.join(missing)}.", WIDTH)] if missing else []

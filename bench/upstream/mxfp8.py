@@ -1,7 +1,8 @@
 """Table 7: the forward pass of a grouped linear layer, of #2865, whose weights were quantized before.
 
-Upstream measures MXFP8. This library quantizes to MXFP8 and has no product of it, so that its own row is
-NVFP4, beside torch's products in bf16 and FP8, and torch's and TransformerEngine's in MXFP8 where they run.
+Upstream measures MXFP8. This library quantizes to MXFP8 and has no product of it, so that its own rows are
+NVFP4 weights with tokens in NVFP4 and in FP8, beside torch's products in bf16 and FP8, and torch's and
+TransformerEngine's in MXFP8 where they run.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ def _rows(harness: Harness, key: str, size: Grouped) -> Iterator[Row]:
     made = Contest(start, is_long=harness.is_cuda, only=harness.only)
     add = grouped.Contenders(made, harness, weights, even_ends(m, g))
     add.whole(fastest_forms(harness))
+    add.w4a8()
     add.torch()
     add.fp8({FP8: True}, alone=False)
     made.miss(OURS, OURS_REASON)

@@ -2,7 +2,8 @@
 
 A forward pass casts x along both directions and W along k. A backward pass, one timed unit, casts dy along
 both directions and computes dx and dW; the copies of x and W are there already. Ours are verified bit for
-bit. The errors that the rows have are those against torch's products in bf16 of the unquantized operands.
+bit. W4A8 and FP8, which are no formats of training here, cast x along k alone. The errors that the rows have
+are those against torch's products in bf16 of the unquantized operands.
 """
 
 from __future__ import annotations
@@ -13,17 +14,19 @@ from typing import Any
 
 import fp4gemm
 import torch
+from fp4gemm import reference
 from fp4gemm.training import Cast, Recipe
 from torch import Tensor
 
 from ..baselines import cublaslt, flashinfer, fp8, transformer_engine
-from ..commands.products import TORCH
+from ..commands.products import TORCH, W4A8
+from ..measure import w4a8
 from ..measure.contest import BASELINE, BITS, OURS, ROUNDING, Check, Contender, Contest, Job, Row
 from ..measure.harness import Harness
 from ..measure.library import Call, needs_cores, training_copies
 from ..measure.roofline import Work, digits
 from ..measure.training import Copies, Operands
-from ..measure.verify import off_by
+from ..measure.verify import TOLERANCE, TOLERANCE_OF_FAST, difference, near, off_by
 from .arms import PER_TENSOR, RECIPES
 from .casts import state_of
 
@@ -31,6 +34,7 @@ FORWARD, BACKWARD = "upstream forward", "upstream backward"
 TE, FLASHINFER = transformer_engine.NAME, flashinfer.NAME
 CUBLASLT = f"cuBLASLt nvfp4, {PER_TENSOR}"
 FP8 = "torch fp8, both cast"
+W4A8_NOTE = "x is cast along k alone; W is cast and prepacked in the call"
 MOST = 0.30  # the largest error of a pass in NVFP4, as a fraction of the norm of the product in bf16
 Results = dict[str, Tensor]  # y, or dx and dW, by name
 
@@ -83,6 +87,8 @@ class Contenders:
             self.made.attempt(name, partial(self._ours, recipe, name == PER_TENSOR))
         self.made.attempt(TORCH[torch.bfloat16], self._torch, ours=False)
         if self.is_forward:
+            for name, fast in W4A8.items():
+                self.made.attempt(f"{name}, both cast", partial(self._w4a8, fast))
             self.made.attempt(FP8, self._fp8, ours=False)
         if not self.harness.has_nvfp4_cores:
             self.made.miss(CUBLASLT, needs_cores("cuBLASLt's NVFP4 product"))
@@ -116,6 +122,28 @@ class Contenders:
         copies = Copies(self.operands[0], recipe, self.state)
         names = ("x", "x_t", "w") if self.is_forward else ("dy", "dy_t", "w_t", "x_t")
         return contender, lambda: copies.wrong(names) or copies.products_differ(self._named(made[0]()))
+
+    def _w4a8(self, fast: bool) -> tuple[Contender, Check]:
+        made: list[Call] = [partial(_w4a8_forward, one, fast) for one in self.operands]
+        work = self.work._replace(unit=self.harness.fp8_unit)
+        facts = self._errors_of(made[0])
+        contender = Contender(made, work, OURS, None, ROUNDING, W4A8_NOTE, facts=facts)
+        o = self.operands[0]
+        quantized = fp4gemm.quantize(o.weight)
+        right = near(
+            made[0],
+            (o.x.shape[0], o.weight.shape[0]),
+            lambda: w4a8.token_values(o.x),
+            lambda: w4a8.weight_values(quantized),
+            torch.bfloat16,
+            TOLERANCE_OF_FAST if fast else TOLERANCE,
+        )
+
+        def check() -> str | None:
+            reason = difference(quantized, reference.quantize(o.weight, None, True))
+            return f"w: {reason}" if reason is not None else w4a8.tokens_wrong(o.x) or right()
+
+        return contender, check
 
     def _named(self, result: Any) -> Results:
         return {"y": result} if self.is_forward else dict(zip(("dx", "dW"), result, strict=True))
@@ -227,6 +255,10 @@ class Contenders:
 
 def _torch_backward(one: Operands) -> tuple[Tensor, Tensor]:
     return one.dy @ one.weight, one.dy.t() @ one.x
+
+
+def _w4a8_forward(one: Operands, fast: bool) -> Tensor:
+    return w4a8.linear(one.x, w4a8.prepack(fp4gemm.quantize(one.weight)), fast)
 
 
 def _fp8_forward(one: Operands) -> Tensor:

@@ -44,6 +44,7 @@ def contest(harness: Harness, weights: Weights, m: int, start: Row) -> Contest:
     add = dense.Contenders(made, harness, weights, tokens, m)
     add.ours(OUR_NAME, forms)
     add.unfused(forms)
+    add.w4a8()
     if harness.has_nvfp4_cores:
         add.cublaslt()
     else:

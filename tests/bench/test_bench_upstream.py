@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import bench_fakes
+import fp4gemm
 import pytest
 import torch
 from bench_helpers import BLACKWELL, HOPPER, MORE, cpu_harness, named, result, run, write
@@ -16,7 +17,7 @@ from bench_helpers import BLACKWELL, HOPPER, MORE, cpu_harness, named, result, r
 from bench.__main__ import main
 from bench.baselines import cuda_python, installed
 from bench.commands import report, upstream
-from bench.measure import launches, roofline
+from bench.measure import launches, roofline, w4a8
 from bench.report import page, readme
 from bench.report import upstream as sides
 from bench.report.results import Journal, load
@@ -133,6 +134,38 @@ def test_contenders_are_verified_before_they_are_timed(monkeypatch: pytest.Monke
     assert "of the norm of x" in found["TransformerEngine, row-scaled"]["refused"]
 
 
+W4A8_OF = {"gemm": ", quantized tokens", "forward": ", both cast", "mxfp8": ""}
+
+
+@pytest.mark.parametrize("table", list(W4A8_OF))
+def test_w4a8_is_timed_where_hopper_runs_it(table: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside bf16 and FP8, with each kind of sums; results that are wrong have no time."""
+    promoted, fast = (f"{name}{W4A8_OF[table]}" for name in ("fp4gemm W4A8", "fp4gemm W4A8 fast"))
+    line = ("upstream", table, "--quick", "--contenders", "W4A8|torch")
+    found = named(run(*line, operands=HOPPER))
+    for name in (promoted, fast):
+        assert found[name]["us"] > 0
+        assert found[name]["checked"] == "but for rounding"
+        assert {other[:9] for other in found[name]["ratio"]} == {"torch bf1", "torch fp8"}
+    asked: list[bool] = []
+
+    def wrong(right: Any) -> Any:
+        def call(*args: Any, **keywords: Any) -> torch.Tensor:
+            is_fast = keywords.get("use_fast_accum", args[-1] is True)
+            asked.append(is_fast)
+            result: torch.Tensor = right(*args, **keywords)
+            return result * 1.5 if is_fast else result
+
+        return call
+
+    of, name = {"gemm": (fp4gemm, "mm"), "forward": (w4a8, "linear"), "mxfp8": (w4a8, "grouped")}[table]
+    monkeypatch.setattr(of, name, wrong(getattr(of, name)))
+    found = named(run(*line, operands=HOPPER))
+    assert set(asked) == {False, True}
+    assert "is off by" in found[fast]["refused"]
+    assert "us" in found[promoted]
+
+
 def arguments(**changed: Any) -> argparse.Namespace:
     return argparse.Namespace(**{"tables": [], "quick": False, "pair": False, "m": None, "k": None} | changed)
 
@@ -247,6 +280,13 @@ def test_the_page_of_the_documents(tmp_path: Path) -> None:
     assert "| 1024x4096 | 10.0 | 20.0 |" in text
     assert "per token: 5 launches, error of y 0.134 to 0.134." in text
     assert "* cuDNN FROST: needs other tensor cores." in text
+    told = " ".join(text.split())
+    assert "`forward`: fp4gemm W4A8 fast, both cast" in told[told.index("No row in these results") :]
+    assert "`backward`" not in told, "table 6 was not measured"
+    assert "`gemm`: fp4gemm;" not in told
+    later = [one | {"command": "python -m bench upstream gemm", "revision": "later"} for one in rows[:1]]
+    text = readme.upstream_tables([*rows, later[0] | {"contender": "fp4gemm W4A8, quantized tokens"}])
+    assert text.count("by `python -m bench") == 2
     with pytest.raises(ValueError, match="no row of python -m bench upstream"):
         readme.with_blocks("<!-- bench upstream: begin -->\n<!-- bench upstream: end -->", [result()], "x")
 
