@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from bench.report import accuracy, engine, training
-from bench.report.readme import marks
+from bench.report.readme import marks, upstream_tables
 from bench.report.results import load_all
 
 REPO = Path(__file__).resolve().parents[2]
@@ -175,3 +175,86 @@ def test_bytes_of_expert_parallelism() -> None:
         assert found == want, line
         checked += 1
     assert checked == 8
+
+
+# ---- upstream's tables
+
+UPSTREAM = sorted((RESULTS / "upstream").glob("*.jsonl"))
+PUBLISHED = "docs/upstream.md"
+
+
+def times(bench: str) -> dict[str, dict[str, float]]:
+    """The microseconds of a table of `python -m bench upstream`, by case and contender."""
+    found: dict[str, dict[str, float]] = {}
+    for row in load_all(UPSTREAM):
+        if row["bench"] == f"upstream {bench}" and "us" in row:
+            found.setdefault(row["case"], {})[row["contender"]] = row["us"]
+    return found
+
+
+def span(bench: str, of: str, over: str) -> str:
+    """The least and the largest ratio of two contenders' times."""
+    ratios = [one[of] / one[over] for one in times(bench).values()]
+    return f"{min(ratios):.2f} to {max(ratios):.2f}"
+
+
+def test_upstream_tables() -> None:
+    assert block(PUBLISHED, "bench upstream") == upstream_tables(load_all(UPSTREAM)).strip()
+
+
+@pytest.mark.parametrize(
+    ("bench", "of", "over"),
+    [
+        ("quantize", "per token", "per tensor, RHT and SR"),
+        ("swizzle", "swizzled in the cast", "swizzled by a kernel"),
+        ("gemm", "fp4gemm", "torch bf16"),
+        ("gemm", "fp4gemm", "torch fp8, quantized tokens"),
+        ("gemm", "unfused: post-scale", "fp4gemm"),
+        ("gemm", "fp4gemm, C interface by cuda-python", "fp4gemm"),
+        ("forward", "per token", "torch bf16"),
+        ("backward", "per token", "torch bf16"),
+        ("mxfp8", "fp4gemm W4A4", "torch bf16"),
+        ("mxfp8", "fp4gemm W4A4", "torch fp8"),
+    ],
+)
+def test_what_the_figures_of_upstreams_tables_say(bench: str, of: str, over: str) -> None:
+    text = words(PUBLISHED)
+    assert span(bench, of, over) in text[text.index("## How it was measured") : text.index("## The tables")]
+
+
+def test_the_bandwidth_of_upstreams_casts() -> None:
+    found = {
+        row["contender"]: row["of_roofline"]
+        for row in load_all(UPSTREAM)
+        if row["case"] == "upstream quantize 32768x8192" and "us" in row
+    }
+    per_token, per_tensor = (f"{found[name]:.2f}" for name in ("per token", "per tensor, RHT and SR"))
+    text = words(PUBLISHED)
+    assert f"the per-token cast has {per_token} of the measured bandwidth" in text
+    assert f"and the per-tensor one {per_tensor}." in text
+
+
+def test_the_launches_of_upstreams_passes() -> None:
+    """The table adds up to the launches of the rows, and agrees with the kernels of a profiled step."""
+    rows = load_all(UPSTREAM)
+    text = (REPO / PUBLISHED).read_text(encoding="utf-8")
+    lines = text[text.index("| launches | forward, per token") :].splitlines()[2:8]
+    table = [[int(cell) for cell in cells(line)[1:]] for line in lines]
+    recipes = ("per token", "per tensor, RHT and SR")
+    columns = [(f"upstream {table}", name) for table in ("forward", "backward") for name in recipes]
+    for i, (bench, name) in enumerate(columns):
+        assert sum(line[i] for line in table[:-1]) == table[-1][i]
+        assert {row["launches"] for row in rows if (row["bench"], row["contender"]) == (bench, name)} == {
+            table[-1][i]
+        }
+    # A step per tensor that keeps no copy of W casts W again for dgrad: a fill, a search, a cast, a decode.
+    step = next(
+        row
+        for row in map(json.loads, (RESULTS / "training" / "h200-steps-profile.jsonl").open())
+        if row["contender"] == "fp4gemm nvidia" and "kernels" in row
+    )
+    kinds = (("Memset",), ("amax<",), ("quantize_",), ("decode<",), ("gemm_kernel", "nvfp4_gemm"))
+    again = (1, 1, 1, 1, 0)
+    for line, names, more in zip(table, kinds, again, strict=False):
+        counts = [count for kernel, count, _ in step["kernels"] if any(name in kernel for name in names)]
+        assert line[1] + line[3] + more == sum(counts), names
