@@ -215,6 +215,15 @@ def test_upstream_tables() -> None:
         ("backward", "per token", "torch bf16"),
         ("mxfp8", "fp4gemm W4A4", "torch bf16"),
         ("mxfp8", "fp4gemm W4A4", "torch fp8"),
+        ("mxfp8", "fp4gemm W4A8 fast", "torch bf16"),
+        ("mxfp8", "fp4gemm W4A8 fast", "torch fp8"),
+        ("mxfp8", "fp4gemm W4A8", "torch fp8"),
+        ("gemm", "fp4gemm W4A8 fast, quantized tokens", "torch bf16"),
+        ("gemm", "fp4gemm W4A8 fast, quantized tokens", "torch fp8, quantized tokens"),
+        ("gemm", "fp4gemm W4A8, quantized tokens", "torch fp8, quantized tokens"),
+        ("forward", "fp4gemm W4A8 fast, both cast", "torch bf16"),
+        ("forward", "fp4gemm W4A8 fast, both cast", "torch fp8, both cast"),
+        ("forward", "fp4gemm W4A8, both cast", "torch fp8, both cast"),
     ],
 )
 def test_what_the_figures_of_upstreams_tables_say(bench: str, of: str, over: str) -> None:
