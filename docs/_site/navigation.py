@@ -24,6 +24,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "docs/distributed",
         "docs/training_parallel",
         "docs/megatron",
+        "docs/rollout",
         "docs/serving",
         "docs/compile",
         "docs/cpp",

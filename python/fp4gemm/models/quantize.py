@@ -107,7 +107,8 @@ def quantize_model(
         use_fast_accum: as in :class:`fp4gemm.nn.Linear`, with activations "fp8", or "auto" where it chooses
             "fp8". It does not change the weights.
         batch_invariant: of all layers that are quantized, as in :class:`fp4gemm.nn.Linear`: the bits of a
-            token do not depend on the other tokens of a call.
+            token do not depend on the other tokens of a call. docs/rollout.md says what other parts of a
+            model need for that.
         method: how weights are rounded: "round", "four-over-six", "search" or "gptq", as
             :class:`fp4gemm.recipe.Recipe` defines them. None is the best method that the calibration allows:
             "gptq" with second moments, "search" with mean squares, "four-over-six" without calibration.
