@@ -190,9 +190,9 @@ using NarrowTiles = TileList<Tile8x64x384, Tile8x64x512, Tile8x64x1024, Tile16x6
                              Tile16x128x256, Tile32x64x256, Tile32x128x128, Tile32x128x256>;
 using WideTiles = TileList<Tile64x128x256, Tile80x192x128, Tile96x128x128, Tile128x128x128, Tile128x192x128,
                            Tile256x128x64>;
-using Bf16Tiles = TileList<Bf16Tile8x64x384, Bf16Tile8x64x512, Bf16<Tile8x64x1024>, Bf16<Tile16x64x512>,
-                           Bf16<Tile16x128x256>, Bf16<Tile32x64x256>, Bf16Tile32x128x128,
-                           Bf16<Tile64x128x256>, Bf16<Tile128x128x128>, Bf16<Tile256x128x64>>;
+using Bf16Tiles = TileList<Bf16Tile8x64x384, Bf16Tile8x64x512, Bf16<Tile16x64x512>, Bf16<Tile16x128x256>,
+                           Bf16<Tile32x64x256>, Bf16Tile32x128x128, Bf16<Tile64x128x256>,
+                           Bf16<Tile128x128x128>, Bf16<Tile256x128x64>>;
 
 // The products of 8 tokens, and of decoding to fp16, have a kernel that quantizes A itself.
 template <class Tile>
