@@ -223,6 +223,16 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = 
             "e4m3_max": 448,
         },
     ),
+    "NVFP4Tensor.from_mxfp4": (
+        NVFP4Tensor.from_mxfp4,
+        lambda: {
+            "codes": A.codes.view(M, K // 32, 16),
+            "scales": torch.full((M, K // 32), 120, dtype=torch.uint8),
+            "scaling": "row",
+            "inexact": "error",
+            "report": None,
+        },
+    ),
     "NVFP4Tensor.from_torchao": (
         NVFP4Tensor.from_torchao,
         lambda: {

@@ -127,5 +127,33 @@ add(
 )
 
 
+F = f"{T}from_mxfp4"
+add(F, "codes", "type", lambda: None, TYPE, "got None (NoneType), must be a torch.Tensor")
+add(F, "codes", "dtype", lambda: ones(M, 2, 16), TYPE, "dtype is torch.float32, must be torch.uint8")
+add(F, "codes", "packed", lambda: SCALAR.codes, VALUE, "shape is (33, 32), must be (n, k/32, 16) or (g, n")
+add(F, "codes", "elements", lambda: SCALAR.codes.view(M, 1, 32), VALUE, "shape is (33, 1, 32), must be (n")
+add(F, "codes", "empty", lambda: SCALAR.codes.view(M, 2, 16)[:0], VALUE, "shape is (0, 2, 16), must be (n")
+add(F, "scales", "type", lambda: 127, TYPE, "got 127 (int), must be a torch.Tensor")
+add(F, "scales", "dtype", lambda: ones(M, 2), TYPE, "dtype is torch.float32, must be torch.uint8 or")
+add(F, "scales", "e4m3", SCALAR.compact_scales, TYPE, "dtype is torch.float8_e4m3fn, must be torch.uint8")
+add(F, "scales", "shape", lambda: bytes_of(120, 4), VALUE, "shape is (33, 4), must be (33, 2), one for each")
+add(F, "scales", "device", lambda: bytes_of(120).to("meta"), VALUE, "device is meta, must be cpu")
+add(
+    F, "scales", "nan", lambda: bytes_of(255), VALUE, "66 of 66 are 255, the NaN of e8m0, the first at [0, 0]"
+)
+add(F, "scales", "huge", lambda: bytes_of(245), VALUE, "holds 245 for a block that is not zero, must be at m")
+add(F, "scales", "span", lambda: bytes_of(50, 2, 120), VALUE, "blocks have exponents more than 17 below the")
+add(F, "scaling", "value", lambda: "column", VALUE, "got 'column', must be 'row' or 'tensor'")
+add(F, "inexact", "value", lambda: "nearest", VALUE, "got 'nearest', must be 'error' or 'round'")
+add(F, "report", "type", lambda: 1, TYPE, "got 1 (int), must be callable")
+
+
+def bytes_of(value: int, columns: int = 2, first: int | None = None) -> torch.Tensor:
+    """e8m0 bytes, another one in the first column."""
+    made = torch.full((M, columns), value, dtype=torch.uint8)
+    made[:, 0] = value if first is None else first
+    return made
+
+
 def on_meta(swizzled: bool) -> torch.Tensor:
     return (SCALAR.scales if swizzled else SCALAR.compact_scales()).to("meta")

@@ -37,19 +37,20 @@ weights that are still apart see :func:`fp4gemm.concat` and :func:`fp4gemm.stack
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
 from .. import _checks, _values
-from . import _fields, _outer, _te_tensors
+from . import _fields, _mxfp4, _outer, _te_tensors
+from ._mxfp4 import MXFP4Report
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Conventions"]
+__all__ = ["Conventions", "MXFP4Report"]
 
 
 class Conventions:
@@ -267,6 +268,44 @@ class Conventions:
             number = torch.ones(1, dtype=torch.float32, device=codes.device)
         amax = _outer.outer_amax("per_tensor_scale", number, codes, e4m3_max, "decodes", partition_rows)
         return cls._of_compact(codes, _outer.foreign("scale", scales, amax), amax, e4m3_max)
+
+    @classmethod
+    def from_mxfp4(
+        cls,
+        codes: Tensor,
+        scales: Tensor,
+        *,
+        scaling: Literal["row", "tensor"] = "row",
+        inexact: Literal["error", "round"] = "error",
+        report: Callable[[MXFP4Report], object] | None = None,
+    ) -> Self:
+        """The operand of an MXFP4 weight: x = q * 2^(e - 127), one e8m0 byte e for 32 elements.
+
+        Let E be the largest e of a row among its blocks that are not zero. Where e >= E - 17, the codes stay,
+        the block scale is 2^(8 - E + e), e4m3_max is 256 and amax is 6 * 2^(E - 127). :meth:`dequantize` then
+        returns the values of MXFP4 to the bit, with the sign of -0. A block further below gets 2^-9, the
+        smallest scale of e4m3, and q / 2^(E - 17 - e) in place of q. Where that is no e2m1 value, it is an
+        error, or with inexact="round" the nearest one, ties to the even code: the element changes by at most
+        2^(E - 127 - 19). Source of the format: OCP Microscaling Formats (MX) Specification 1.0.
+
+        The codes share memory where none is rounded and they are contiguous and 16-byte aligned.
+
+        Args:
+            codes: uint8 (n, k/32, 16), or (g, n, k/32, 16) for the experts of a layer, as GPT-OSS stores
+                them: 16 bytes for the 32 elements of a block, low nibble = even k.
+            scales: uint8 or float8_e8m0fnu, the e8m0 bytes: the shape of codes without its last dimension.
+            scaling: "row": E and amax are those of a row, (n,) or (g, n). "tensor": of a matrix, (1,) or
+                (g, 1), so that more values may lie too far below E.
+            inexact: what becomes of values that NVFP4 does not hold: "error" or "round".
+            report: called with an :class:`fp4gemm.interop.MXFP4Report` that counts them.
+
+        Raises:
+            TypeError, ValueError: an argument of another type, shape or value; a scale that is 255, NaN, or
+                above 244 in a block that is not zero; values that NVFP4 does not hold, unless they are to be
+                rounded. Synchronises on a GPU.
+        """
+        packed, compact, amax = _mxfp4.rebased(codes, scales, scaling, inexact, report)
+        return cls._of_compact(packed, compact, amax, _mxfp4.BOUND)
 
     @classmethod
     def from_transformer_engine(cls, tensor: object, *, columnwise: bool = False) -> Self:
