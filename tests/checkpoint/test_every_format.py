@@ -23,9 +23,12 @@ from fp4gemm.checkpoint import Options, Translation, convert
 from fp4gemm.checkpoint import formats as package
 from fp4gemm.checkpoint.formats import (
     FORMATS,
+    SOURCES,
     Format,
     FormatName,
     Scheme,
+    SourceFormat,
+    SourceName,
     StoredWeight,
     configs_beside,
     is_ignored,
@@ -211,6 +214,13 @@ def test_every_format_is_entered() -> None:
     ]
     found = {each.name for module in modules for each in vars(module).values() if isinstance(each, Format)}
     assert found == set(FORMATS)
+    assert set(get_args(SourceName)) == set(SOURCES)
+    assert all(source.name == name for name, source in SOURCES.items())
+    only_read = [
+        each for module in modules for each in vars(module).values() if isinstance(each, SourceFormat)
+    ]
+    assert {each.name for each in only_read} == set(SOURCES)
+    assert not set(SOURCES) & set(FORMATS)
 
 
 @pytest.mark.parametrize("part", [field.name for field in dataclasses.fields(Format)])

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from mxfp4_models import dequantized, write_mxfp4
 from nvfp4_models import (
     IDS,
     MODELS,
@@ -43,6 +44,25 @@ def test_loaded_onto_a_gpu(name: str, activations: Any, cuda: torch.device, tmp_
         assert torch.equal(logits(model, cuda), logits(want, cuda))
     integration.save_pretrained(model, tmp_path / "again")
     assert same_tensors(read(tmp_path / "again")[0], read(folder)[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("activations", ["a16", "fp8", "per-token"])
+def test_experts_of_mxfp4(activations: Any, cuda: torch.device, tmp_path: Path) -> None:
+    """The values of the checkpoint after the weights were prepacked, and logits near those of the CPU."""
+    if torch.cuda.get_device_capability(cuda) != (9, 0):
+        pytest.skip("its kernels of W4A16 and W4A8 are those of compute capability 9.0")
+    config = integration.Fp4GemmConfig(activations=activations)
+    write_mxfp4(tmp_path, intermediate_size=128)
+    model, here = (load(tmp_path, device_map=d, quantization_config=config) for d in (cuda, "cpu"))
+    want = logits(here, torch.device("cpu")).float()
+    for _ in range(2):
+        assert ((logits(model, cuda).cpu().float() - want).norm() / want.norm()).item() < 2**-6
+    experts = model.model.layers[0].mlp.experts
+    assert experts.w13.weight_prepacked is not None
+    for child, weight in (("gate_up_proj", experts.w13), ("down_proj", experts.w2)):
+        values = dequantized(tmp_path)[f"model.layers.0.mlp.experts.{child}"]
+        assert torch.equal(weight.weight.dequantize(torch.bfloat16).cpu().mT, values)
 
 
 @pytest.mark.gpu

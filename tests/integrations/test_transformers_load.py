@@ -242,11 +242,11 @@ def test_options_that_the_checkpoint_has_settled_are_refused(tmp_path: Path) -> 
 
 
 def test_a_float_checkpoint_of_another_method_is_refused_by_name(tmp_path: Path) -> None:
-    def as_mxfp4(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
-        config["quantization_config"] = {"quant_method": "mxfp4"}
+    def as_fp8(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+        config["quantization_config"] = {"quant_method": "fp8"}
 
-    folder = write_nvfp4(float_model("llama"), tmp_path, "modelopt", change=as_mxfp4)
-    with pytest.raises(ValueError, match="quantized with Mxfp4Config but you are passing a Fp4GemmConfig"):
+    folder = write_nvfp4(float_model("llama"), tmp_path, "modelopt", change=as_fp8)
+    with pytest.raises(ValueError, match="with FineGrainedFP8Config but you are passing a Fp4GemmConfig"):
         load(folder, quantization_config=integration.Fp4GemmConfig())
 
 
@@ -261,6 +261,8 @@ def test_register_and_unregister() -> None:
     assert "modelopt" not in tables[0]
     assert "fp4gemm" not in tables[1]
     assert tables[0]["compressed-tensors"] is transformers.CompressedTensorsConfig
+    assert tables[0]["mxfp4"] is transformers.Mxfp4Config
+    assert auto.AutoHfQuantizer.merge_quantization_configs.__func__.__module__ == auto.__name__
     assert len(auto.LOADING_ATTRIBUTES_CONFIG_TYPES) == len(set(auto.LOADING_ATTRIBUTES_CONFIG_TYPES))
     integration.register()
     assert integration.Fp4GemmConfig in auto.LOADING_ATTRIBUTES_CONFIG_TYPES

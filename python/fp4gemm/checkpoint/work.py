@@ -1,7 +1,8 @@
 """Everything that a conversion writes: shards with the tasks that fill them, and the configs.
 
 A quantization makes NVFP4 tensors of float ones. A translation goes from one NVFP4 format to another: codes
-and block scales keep their bytes, outer scales are converted.
+and block scales keep their bytes, outer scales are converted. Or it goes from a format of SOURCES to an NVFP4
+format.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -22,9 +23,12 @@ from .calibration import Inputs, Text, inputs_of
 from .engine import convert_set, label, tensors_of
 from .formats import (
     FORMATS,
+    SOURCES,
     Format,
     FormatName,
     Scheme,
+    SourceFormat,
+    SourceName,
     StoredWeight,
     configs_beside,
     quantization_config,
@@ -36,6 +40,7 @@ from .plan import FusedSet, Part, Plan, ignored_modules
 from .report import ConvertReport, TensorReport, amax_ratios, layer_error, plan_report
 from .runner import Made, Task
 from .source import CheckpointError, Source
+from .stacked import Expanded, expanded
 
 __all__ = ["Translation", "Work", "copied_files", "quantization", "translation"]
 
@@ -185,19 +190,22 @@ class Translation:
     """From the format that a checkpoint has to another.
 
     Attributes:
-        source: the format that it must have: "modelopt", "compressed-tensors" or "fp4gemm".
-        target: the one that it gets.
+        source: the format that it must have: "modelopt", "compressed-tensors", "fp4gemm" or "mxfp4", whose
+            experts become NVFP4 ones (:meth:`fp4gemm.NVFP4Tensor.from_mxfp4`) and are stored one by one. They
+            have one amax for each row in the fp4gemm format, and one for a matrix in others; the report
+            counts the values that are not exact.
+        target: the one that it gets, of the first three.
 
     Raises:
         ValueError: they are equal, or one of them is no format.
     """
 
-    source: FormatName
+    source: FormatName | SourceName
     target: FormatName
 
     def __post_init__(self) -> None:
-        for name in ("source", "target"):
-            _checks.is_one_of(name, getattr(self, name), tuple(FORMATS))
+        _checks.is_one_of("source", self.source, (*FORMATS, *SOURCES))
+        _checks.is_one_of("target", self.target, tuple(FORMATS))
         if self.source == self.target:
             raise ValueError(f"target: got {self.target!r}, must be another format than that of the source")
 
@@ -208,8 +216,27 @@ def translation(source: Source, options: Translation) -> Work:
     Raises:
         CheckpointError: the checkpoint is of another format, or a tensor of a weight is missing.
     """
-    scheme = _scheme(source, options.source)
-    old, new = FORMATS[options.source], FORMATS[options.target]
+    if options.source in SOURCES:
+        about = SOURCES[options.source]
+        made = expanded(source, about, _scheme_of_source(source, about, options.target))
+    else:
+        made = _translation(source, cast(FormatName, options.source), options.target)
+    scheme, slots, tasks, entries = made
+    order = {name: index for index, name in enumerate(source.tensors)}
+    tasks.sort(key=lambda task: order[task.reads[0][0]])
+    entries.sort(key=lambda entry: order[entry.name])
+    report = ConvertReport(tuple(entries), left_out=tuple(sorted(source.left_out.items())))
+    files = {
+        shard: FileLayout.of(shard, made, source.metadata[shard]) for shard, made in slots.items() if made
+    }
+    about_options = {"from": options.source, "to": options.target}
+    return Work(about_options, files, tasks, *_configs(source.config, scheme), report)
+
+
+def _translation(source: Source, format: FormatName, target: FormatName) -> Expanded:
+    """The parts of the translation from one NVFP4 format to another."""
+    scheme = _scheme(source, format)
+    old, new = FORMATS[format], FORMATS[target]
     if scheme.scaling == "row":
         raise CheckpointError(
             f"{source.folder}: has an amax for each row, which only the fp4gemm format holds; convert the "
@@ -222,8 +249,8 @@ def translation(source: Source, options: Translation) -> Work:
     reasons = {name: rules.why_kept(name, source.tensors[name].shape, facts) for name in kept}
     scheme = replace(
         scheme,
-        format=options.target,
-        ignore=tuple(ignored_modules(source.tensors, reasons, set(weights), options.target)),
+        format=target,
+        ignore=tuple(ignored_modules(source.tensors, reasons, set(weights), target)),
         targets=("Linear",),
         producer=None,
     )
@@ -245,18 +272,23 @@ def translation(source: Source, options: Translation) -> Work:
             writes[slot.name] = info.file
             after[info.name] += slot.nbytes
         entries += [TensorReport.of(info, "translated", "", after[info.name]) for info in infos]
-        make = partial(_translated, module, scheme, options)
+        make = partial(_translated, module, scheme, format, target)
         reads = tuple((name, None) for name in names)
         tasks.append(Task(module, reads, writes, sum(info.nbytes for info in infos), make))
-    order = {name: index for index, name in enumerate(source.tensors)}
-    tasks.sort(key=lambda task: order[task.reads[0][0]])
-    entries.sort(key=lambda entry: order[entry.name])
-    report = ConvertReport(tuple(entries), left_out=tuple(sorted(source.left_out.items())))
-    files = {
-        shard: FileLayout.of(shard, made, source.metadata[shard]) for shard, made in slots.items() if made
-    }
-    about = {"from": options.source, "to": options.target}
-    return Work(about, files, tasks, *_configs(source.config, scheme), report)
+    return scheme, slots, tasks, entries
+
+
+def _scheme_of_source(source: Source, about: SourceFormat, target: FormatName) -> Scheme:
+    """The scheme that the checkpoint gets in the target format."""
+    found = source.config.get("quantization_config")
+    method = found.get("quant_method") if isinstance(found, Mapping) else None
+    if not isinstance(found, Mapping) or method != about.name:
+        what = "a float checkpoint" if found is None else f"quantized with the quant_method {method!r}"
+        raise CheckpointError(f"{source.folder}: is {what}, must be in the {about.name} format")
+    try:
+        return about.scheme(found, target)
+    except ValueError as error:
+        raise CheckpointError(f"{source.folder}: cannot be translated: {error}") from error
 
 
 def _scheme(source: Source, wanted: FormatName) -> Scheme:
@@ -302,13 +334,18 @@ def _kept_name(name: str, old: Format, new: Format) -> str:
 
 
 def _translated(
-    module: str, scheme: Scheme, options: Translation, parts: dict[Part, Tensor], measured: bool
+    module: str,
+    scheme: Scheme,
+    format: FormatName,
+    target: FormatName,
+    parts: dict[Part, Tensor],
+    measured: bool,
 ) -> Made:
     tensors = {name: tensor.cpu() for (name, _), tensor in parts.items()}
-    old, new = FORMATS[options.source], FORMATS[options.target]
+    old, new = FORMATS[format], FORMATS[target]
     try:
-        weight = StoredWeight.read(tensors, module, options.source, scheme.e4m3_max)
-        made = weight.as_format(options.target).tensors(module)
+        weight = StoredWeight.read(tensors, module, format, scheme.e4m3_max)
+        made = weight.as_format(target).tensors(module)
         if scheme.has_input_scales:
             name, amax = f"{module}.{old.input_scale}", None
             if scheme.activations == "static":

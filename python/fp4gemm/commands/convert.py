@@ -17,7 +17,7 @@ from .. import _names
 from .._renamed import REMOVED_IN
 from ..checkpoint import CheckpointError, ConvertReport, Options, Translation, convert, plan_conversion
 from ..checkpoint.calibration import NUM_TOKENS, Text, read_calibration
-from ..checkpoint.formats import FORMATS
+from ..checkpoint.formats import FORMATS, SOURCES
 from ..checkpoint.options import read_amaxes, read_fused, read_kv_scales
 from ..checkpoint.runner import Progress
 from ..models.report import readable_bytes
@@ -107,7 +107,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--kv-cache", metavar="FILE", help="none (default), or a JSON file of FP8 scales of k and v")
     change = parser.add_argument_group("from format to format")
-    change.add_argument("--from", dest="source", choices=tuple(FORMATS), help="the format that SRC has")
+    change.add_argument("--from", dest="source", choices=(*FORMATS, *SOURCES), help="the format that SRC has")
     change.add_argument("--to", dest="target", choices=tuple(FORMATS), help="the format that DST gets")
     how = parser.add_argument_group("how it runs")
     add = how.add_argument

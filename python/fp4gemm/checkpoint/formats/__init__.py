@@ -23,6 +23,9 @@ The third is ours, for an amax for each row. Its config has ``quant_method: fp4g
 refuse by name. transformers warns that it skips an unknown method, and then refuses ``weight``, which has
 half the columns that it expects.
 
+:data:`SOURCES` has the formats that are read and never written. Their weights become NVFP4 weights: the MXFP4
+experts of GPT-OSS, ``gate_up_proj_blocks`` (g, n, k/32, 16) and ``gate_up_proj_scales`` (g, n, k/32).
+
 Sources: ModelOpt 0.47.0 (``export/convert_hf_config.py``, ``qtensor/nvfp4_tensor.py``), compressed-tensors
 0.20.0 (``quantization/quant_config.py``, ``compressors/nvfp4``), and the readers in vLLM and SGLang.
 """
@@ -49,15 +52,21 @@ from .base import (
 from .compressed_tensors import COMPRESSED_TENSORS
 from .fp4gemm import FP4GEMM
 from .modelopt import MODELOPT, hf_quant_config
+from .mxfp4 import MXFP4
+from .sources import SOURCES, SourceFormat, SourceName, Stack
 from .stored import StoredWeight
 
 __all__ = [
     "FORMATS",
+    "SOURCES",
     "Format",
     "FormatName",
     "KVCache",
     "Producer",
     "Scheme",
+    "SourceFormat",
+    "SourceName",
+    "Stack",
     "StoredWeight",
     "configs_beside",
     "hf_quant_config",
@@ -68,6 +77,7 @@ __all__ = [
 ]
 
 FORMATS |= {each.name: each for each in (MODELOPT, COMPRESSED_TENSORS, FP4GEMM)}
+SOURCES |= {each.name: each for each in (MXFP4,)}
 
 
 def quantization_config(scheme: Scheme) -> dict[str, Any]:
@@ -136,7 +146,8 @@ def read_quantization_config(config: Json) -> Scheme:
         if method == format.name or (isinstance(method, str) and method.lower() in format.aliases):
             return format.read(config, "quantization_config")
     wanted = listing([repr(name) for name in FORMATS])
-    raise ValueError(f"quantization_config: quant_method is {method!r}, must be {wanted}")
+    hint = f" (--from {method} --to FORMAT makes it one of them)" if method in SOURCES else ""
+    raise ValueError(f"quantization_config: quant_method is {method!r}, must be {wanted}{hint}")
 
 
 def _files_beside(folder: Path) -> dict[FormatName, tuple[str, Json]]:

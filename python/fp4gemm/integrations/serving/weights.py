@@ -23,7 +23,7 @@ __all__ = ["NOT_LOADED", "assembled", "check_sizes", "checked_loader", "hold", "
 # What codes hold before they are loaded: pairs of -0. No quantizer writes them for all of a weight whose amax
 # is positive: the code of its largest element is not zero.
 NOT_LOADED = 0x88
-_MX = "; scales of uint8, one for 32 elements, are mxfp4's, which fp4gemm does not read"
+_MX = "; scales of uint8, one for 32 elements, are mxfp4's, which the plug-ins do not read"
 _MX_SCALES = (torch.uint8, torch.float8_e8m0fnu)
 
 

@@ -1,7 +1,8 @@
 """transformers loads, quantizes and saves NVFP4 models through fp4gemm.
 
 After :func:`register`, ``from_pretrained`` loads the NVFP4 checkpoints of ModelOpt, compressed-tensors and
-fp4gemm into :class:`fp4gemm.nn.Linear` and :class:`fp4gemm.nn.Experts`, on any device that fp4gemm runs on.
+fp4gemm into :class:`fp4gemm.nn.Linear` and :class:`fp4gemm.nn.Experts`, on any device that fp4gemm runs on,
+and the MXFP4 checkpoints of GPT-OSS.
 ``quantization_config=Fp4GemmConfig(...)`` quantizes a float checkpoint while it is loaded, and
 ``save_pretrained`` writes either format. docs/checkpoints.md has examples.
 

@@ -13,7 +13,15 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from ... import _checks, patterns
 from ..._renamed import old_attribute, renamed
 from ...calibration.statistics import StatisticsFile
-from ...checkpoint.formats import FORMATS, FormatName, Scheme, quantization_config, read_quantization_config
+from ...checkpoint.formats import (
+    FORMATS,
+    SOURCES,
+    FormatName,
+    Scheme,
+    SourceFormat,
+    quantization_config,
+    read_quantization_config,
+)
 from ...checkpoint.formats.base import OWN_ACTIVATIONS, own_value
 from ...nn._inputs import check_fast_accum
 from ...recipe import (
@@ -79,6 +87,7 @@ class Fp4GemmConfig(QuantizationConfigMixin):
     """
 
     scheme: Scheme | None = None  # the scheme of a checkpoint that was loaded or is being saved
+    source: SourceFormat | None = None  # the format of a checkpoint whose weights become NVFP4 ones
     rounded_gate: bool = False  # of the experts of a checkpoint
     fused: Mapping[str, int] | None = None  # how many blocks of each kind the model had fused that was saved
 
@@ -166,12 +175,17 @@ class Fp4GemmConfig(QuantizationConfigMixin):
         ``{"quant_method": "fp4gemm", "activations": "a16"}``.
 
         Raises:
-            TypeError, ValueError: it is not NVFP4 in one of the three formats; the text names what it is. An
-                option is not known, or its value is wrong.
+            TypeError, ValueError: it is neither NVFP4 in one of the three formats nor MXFP4; the text names
+                what it is. An option is not known, or its value is wrong.
         """
         options = dict(config_dict)
-        if options.pop("quant_method", None) == "fp4gemm" and set(options) <= {*OPTIONS, *OLD_OPTIONS}:
+        method = options.pop("quant_method", None)
+        if method == "fp4gemm" and set(options) <= {*OPTIONS, *OLD_OPTIONS}:
             made = cls(**options)
+        elif method in SOURCES:
+            source = SOURCES[method]
+            made = cls.of(source.scheme(config_dict))
+            made.source = source
         else:
             made = cls.of(read_quantization_config(config_dict))
             made._read_own(config_dict.get("producer"))

@@ -17,7 +17,10 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, dot_natural_key, rename_source_key
 
 from ... import _names, nn
-from ...checkpoint.formats import FormatName, StoredWeight
+from ...checkpoint.formats import FormatName, SourceFormat, Stack, StoredWeight
+from ...checkpoint.stacked import rounding
+from ...containers.interop import MXFP4Report
+from ...containers.nvfp4 import NVFP4Tensor
 from ...models import moe
 from ...nn._weight import BOUND
 from ...nn.experts import StackedWeight
@@ -25,7 +28,7 @@ from ...recipe import LayerActivations
 from ...stacks import joined, stack
 from ._stored import StoredModule, refuse
 
-__all__ = ["Fill", "Plan", "make_plan", "swap"]
+__all__ = ["Fill", "FillStack", "Plan", "make_plan", "make_plan_of_stacks", "swap"]
 
 ANCHOR = "weight_amax"  # the tensor of a module to whose name all of its stored tensors are collected
 
@@ -49,6 +52,28 @@ class Fill(NamedTuple):
     has_bias: bool
 
 
+class FillStack(NamedTuple):
+    """The tensors of a format of SOURCES that fill one NVFP4 weight of the model.
+
+    Attributes:
+        module: w13 or w2 of Experts. The rows of both have the order of its rows.
+        stack: the names of the tensors.
+        source: their format.
+    """
+
+    module: str
+    stack: Stack
+    source: SourceFormat
+
+    @property
+    def is_per_row(self) -> bool:
+        return True
+
+    @property
+    def has_bias(self) -> bool:
+        return bool(self.stack.bias)
+
+
 @dataclass
 class Plan:
     """The tensors of a checkpoint, and the modules of the model that they fill.
@@ -60,15 +85,17 @@ class Plan:
         linears: the module in the checkpoint, by the name of the linear layer in the model.
         experts: how a module of experts is made, by its name in the model.
         left: modules of the checkpoint that the model does not have.
+        notes: what was rounded in the weights of a format of SOURCES, in words.
     """
 
     format: FormatName
     e4m3_max: int
-    fills: dict[str, Fill] = field(default_factory=dict)
+    fills: dict[str, Fill | FillStack] = field(default_factory=dict)
     targets: dict[str, str] = field(default_factory=dict)
     linears: dict[str, StoredModule] = field(default_factory=dict)
     experts: dict[str, moe.ExpertsPlan] = field(default_factory=dict)
     left: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     def buffers(self, anchor: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The buffers of the module of this anchor, by their full names, of the stored tensors.
@@ -77,6 +104,21 @@ class Plan:
             KeyError, TypeError, ValueError: naming the tensor that cannot be used.
         """
         fill = self.fills[anchor]
+        if isinstance(fill, FillStack):
+            weight, bias = self._of_stack(fill, tensors)
+        else:
+            weight, bias = self._of_shards(fill, tensors)
+        made = {
+            "weight_codes": weight.codes,
+            "weight_scales": weight.scales,
+            "weight_amax": weight.amax,
+            BOUND: weight.amax.new_full((1,), weight.e4m3_max, dtype=torch.int32),
+        }
+        if bias is not None:
+            made["bias"] = bias
+        return {f"{fill.module}.{name}": tensor for name, tensor in made.items()}
+
+    def _of_shards(self, fill: Fill, tensors: Mapping[str, Tensor]) -> tuple[NVFP4Tensor, Tensor | None]:
         shards = []
         for names in fill.shards:
             matrices = [
@@ -85,21 +127,28 @@ class Plan:
             shards.append(stack(matrices) if fill.is_stack else matrices[0])
         weight = shards[0] if len(shards) == 1 else joined(shards, is_interleaved=True)
         weight = weight.with_row_amax() if fill.is_per_row else weight
-        made = {
-            "weight_codes": weight.codes,
-            "weight_scales": weight.scales,
-            "weight_amax": weight.amax,
-            BOUND: weight.amax.new_full((1,), weight.e4m3_max, dtype=torch.int32),
-        }
-        if fill.has_bias:
-            # A copy, since one that is not aligned would be replaced later, without the loader's mark.
-            parts = [
-                [tensors[f"{name}.bias"].to(torch.float32, copy=True) for name in names]
-                for names in fill.shards
-            ]
-            stacks = [torch.stack(each) if fill.is_stack else each[0] for each in parts]
-            made["bias"] = stacks[0] if len(stacks) == 1 else torch.stack(stacks, -1).flatten(-2)
-        return {f"{fill.module}.{name}": tensor for name, tensor in made.items()}
+        if not fill.has_bias:
+            return weight, None
+        # A copy, since one that is not aligned would be replaced later, without the loader's mark.
+        parts = [
+            [tensors[f"{name}.bias"].to(torch.float32, copy=True) for name in names] for names in fill.shards
+        ]
+        stacks = [torch.stack(each) if fill.is_stack else each[0] for each in parts]
+        return weight, stacks[0] if len(stacks) == 1 else torch.stack(stacks, -1).flatten(-2)
+
+    def _of_stack(self, fill: FillStack, tensors: Mapping[str, Tensor]) -> tuple[NVFP4Tensor, Tensor | None]:
+        one, reports = fill.stack, list[MXFP4Report]()
+        missing = [name for name in one.tensors if name not in tensors]
+        if missing:
+            raise KeyError(f"{missing[0]}: is missing beside {one.name}")
+        codes, scales = tensors[one.codes], tensors[one.scales]
+        try:
+            weight = fill.source.operand(codes, scales, "row", reports.append)
+        except ValueError as error:
+            raise ValueError(f"{one.name}: {error}") from error
+        elements = one.experts * one.n * one.k
+        self.notes += [rounding(one.name, each, elements) for each in reports if not each.is_exact]
+        return weight, tensors[one.bias].to(torch.float32, copy=True) if one.bias else None
 
 
 def make_plan(
@@ -138,7 +187,13 @@ def make_plan(
     for owner, members in experts.items():
         problems += _add_experts(plan, owner, found[owner], members)
     refuse(f"checkpoint: {len(problems)} weights do not fit the model", problems)
-    fit = {name: anchor for anchor, fill in plan.fills.items() for names in fill.shards for name in names}
+    fit = {
+        name: anchor
+        for anchor, fill in plan.fills.items()
+        if isinstance(fill, Fill)
+        for names in fill.shards
+        for name in names
+    }
     if not fit:
         raise ValueError(f"checkpoint: its NVFP4 weights, such as {modules[0].name}, are none of the model's")
     wanted = {
@@ -151,6 +206,68 @@ def make_plan(
     for name, anchor in wanted.items():
         plan.targets[rename_source_key(name, renamings, [])[0]] = anchor
     return plan
+
+
+def make_plan_of_stacks(model: Any, stacks: Sequence[Stack], source: SourceFormat) -> Plan:
+    """Find the experts of the model for the stacks of a checkpoint; the model is still in float.
+
+    Raises:
+        ValueError: naming the experts that do not fit, and why.
+    """
+    plan = Plan("fp4gemm", source.e4m3_max)
+    conversions = get_model_conversion_mapping(model)
+    renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
+    state, prefix = model.state_dict(), model.base_model_prefix
+    found = dict(model.named_modules(remove_duplicate=False))
+    owners: dict[str, list[Stack]] = {}
+    for each in stacks:
+        down = rename_source_key(f"{each.owner}.{_names.STACKED.down}", renamings, [], prefix, state)[0]
+        owners.setdefault(down.rpartition(".")[0], []).append(each)
+    problems = []
+    for owner, members in owners.items():
+        if owner not in found:
+            problems.append(f"{members[0].name} is no weight of the model")
+            continue
+        problems += _add_stacks(plan, owner, found[owner], members, source)
+    refuse(f"checkpoint: {len(problems)} experts do not fit the model", problems)
+    for anchor, fill in plan.fills.items():
+        if isinstance(fill, FillStack):
+            for name in fill.stack.tensors:
+                plan.targets[rename_source_key(name, renamings, [])[0]] = anchor
+    return plan
+
+
+def _add_stacks(
+    plan: Plan, name: str, module: torch.nn.Module, members: Sequence[Stack], source: SourceFormat
+) -> list[str]:
+    read = _readable_experts(module)
+    if isinstance(read, str):
+        return [f"{name}: the experts are {source.name}, and {read}"]
+    if not module.has_gate or read.layout != "interleaved":
+        return [f"{name}: gate and up alternate in the {source.name} format, must do so in the model"]
+    for each in members:
+        n, k = (2 * read.intermediate, read.hidden) if each.is_first else (read.hidden, read.intermediate)
+        got, wanted = (each.experts, each.n, each.k), (read.num_experts, n, k)
+        if got != wanted:
+            return [f"{each.name} is a weight {got}, must be {wanted}"]
+        if bool(each.bias) != bool(module.has_bias):
+            return [f"{each.name}{source.bias} is {'not wanted' if each.bias else 'missing'} for {name}"]
+    plan.experts[name] = read
+    for each in members:
+        fill = FillStack(f"{name}.{'w13' if each.is_first else 'w2'}", each, source)
+        plan.fills[f"{fill.module}.{ANCHOR}"] = fill
+    return []
+
+
+def _readable_experts(module: torch.nn.Module) -> moe.ExpertsPlan | str:
+    """How the module becomes Experts, or why it cannot."""
+    try:
+        if not moe.is_experts(module):
+            raise ValueError(f"{type(module).__name__} is no module of experts that transformers dispatches")
+        with torch.device("cpu"):  # the activation is evaluated on the CPU
+            return moe.read(module)
+    except (TypeError, ValueError) as error:
+        return str(error)
 
 
 def _add_linear(plan: Plan, name: str, module: torch.nn.Module, stored: StoredModule) -> list[str]:
@@ -170,13 +287,9 @@ def _add_linear(plan: Plan, name: str, module: torch.nn.Module, stored: StoredMo
 def _add_experts(
     plan: Plan, name: str, module: torch.nn.Module, members: Mapping[tuple[int, str], StoredModule]
 ) -> list[str]:
-    try:
-        if not moe.is_experts(module):
-            raise ValueError(f"{type(module).__name__} is no module of experts that transformers dispatches")
-        with torch.device("cpu"):  # the activation is evaluated on the CPU
-            read = moe.read(module)
-    except (TypeError, ValueError) as error:
-        return [f"{name}: the experts are NVFP4, and {error}"]
+    read = _readable_experts(module)
+    if isinstance(read, str):
+        return [f"{name}: the experts are NVFP4, and {read}"]
     roles = ("gate", "up", "down") if module.has_gate else ("up", "down")
     wanted = {(e, role) for e in range(read.num_experts) for role in roles}
     problems = [f"{name}.{e}: its {role} is missing" for e, role in sorted(wanted - set(members))]

@@ -30,7 +30,7 @@ from ...nn.linear import Linear
 from ...recipe import AUTO, INPUTS, LayerActivations, Quantizer
 from ._config import Fp4GemmConfig
 from ._convert import FillStored, QuantizeFloat, StoredConverter
-from ._plan import Plan, make_plan, swap
+from ._plan import Plan, make_plan, make_plan_of_stacks, swap
 from ._save import state_dict
 from ._stored import headers, refuse, stored_modules
 
@@ -90,8 +90,17 @@ class Fp4GemmQuantizer(HfQuantizer):
                 "quantization_config: config.json has only the options of an Fp4GemmConfig, must describe "
                 "the checkpoint; model.save_pretrained writes both, and a float checkpoint must have none"
             )
-        modules, unused = stored_modules(headers(files), FORMATS[scheme.format])
-        self.plan = make_plan(model, modules, unused, scheme.format, scheme.e4m3_max)
+        unused: list[str] = []
+        if config.source is not None:
+            config.source.check_model(model.config.to_dict())
+            try:
+                stacks = config.source.stacks(headers(files))
+            except ValueError as error:
+                raise ValueError(f"checkpoint: {error}") from error
+            self.plan = make_plan_of_stacks(model, stacks, config.source)
+        else:
+            modules, unused = stored_modules(headers(files), FORMATS[scheme.format])
+            self.plan = make_plan(model, modules, unused, scheme.format, scheme.e4m3_max)
         of_checkpoint = "per-token" if INPUTS[scheme.activations].kind == "static" else scheme.activations
         activations = self._first if config.activations == AUTO else config.activations or of_checkpoint
         check_fast_accum(self._fast, activations)
@@ -234,6 +243,8 @@ class Fp4GemmQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         refuse(f"checkpoint: {len(self.problems)} weights cannot be used", self.problems)
+        for note in [] if self.plan is None else self.plan.notes:
+            logger.warning("%s", note)
         if self._waits and not self.pre_quantized:
             return self._quantize_all(model)
         for first in list(self._chosen):  # layers whose weights were not in the checkpoint, or tied

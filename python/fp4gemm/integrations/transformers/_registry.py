@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
+
+from ...checkpoint.formats import SOURCES
 
 __all__ = ["MINIMUM", "register", "required", "unregister"]
 
 MINIMUM = (5, 8)  # the first transformers whose quantizers may rewrite how names are converted
-_METHODS = ("modelopt", "modelopt_fp4", "fp4gemm")
+_METHODS = ("modelopt", "modelopt_fp4", "fp4gemm", *SOURCES)
 _ABSENT = object()
 _saved: dict[str, Any] = {}  # what the tables held before, while fp4gemm is registered
 
@@ -28,7 +31,8 @@ def register() -> None:
     """Let ``from_pretrained`` load NVFP4 checkpoints, and accept ``Fp4GemmConfig``; again is harmless.
 
     The method "modelopt" is new to transformers. "compressed-tensors" is not: checkpoints of that method that
-    are not NVFP4 are loaded by transformers as before. :func:`unregister` undoes it.
+    are not NVFP4 are loaded by transformers as before. So are checkpoints of the method "mxfp4" if
+    ``from_pretrained`` is called with transformers' own ``Mxfp4Config``. :func:`unregister` undoes it.
 
     Raises:
         ImportError: transformers is not installed, or is older than 5.8.
@@ -48,6 +52,8 @@ def register() -> None:
     _saved["types"] = auto.LOADING_ATTRIBUTES_CONFIG_TYPES
     configs.update(dict.fromkeys(_METHODS, Fp4GemmConfig))
     configs[taken] = compressed_tensors(before[taken])
+    _saved["merge"] = auto.AutoHfQuantizer.__dict__["merge_quantization_configs"]
+    auto.AutoHfQuantizer.merge_quantization_configs = classmethod(_merge)
     quantizers["fp4gemm"] = Fp4GemmQuantizer
     auto.LOADING_ATTRIBUTES_CONFIG_TYPES = (*auto.LOADING_ATTRIBUTES_CONFIG_TYPES, Fp4GemmConfig)
 
@@ -62,7 +68,22 @@ def unregister() -> None:
         _put(auto.AUTO_QUANTIZATION_CONFIG_MAPPING, name, config)
     _put(auto.AUTO_QUANTIZER_MAPPING, "fp4gemm", _saved["quantizer"])
     auto.LOADING_ATTRIBUTES_CONFIG_TYPES = _saved["types"]
+    auto.AutoHfQuantizer.merge_quantization_configs = _saved["merge"]
     _saved.clear()
+
+
+def _merge(cls: Any, quantization_config: Any, quantization_config_from_args: Any) -> Any:
+    """transformers' choice of a config, but that of a method of SOURCES is read by the class that was passed.
+
+    transformers looks up the class by the method alone, and then refuses an argument of another class.
+    """
+    given, method = quantization_config_from_args, None
+    if isinstance(quantization_config, Mapping):
+        method = quantization_config.get("quant_method")
+    old: Any = _saved["configs"].get(method, _ABSENT) if method in SOURCES else _ABSENT
+    if old is not _ABSENT and isinstance(given, old):
+        quantization_config = old.from_dict(quantization_config)
+    return _saved["merge"].__func__(cls, quantization_config, given)
 
 
 def _put(table: dict[str, Any], name: str, value: Any) -> None:
