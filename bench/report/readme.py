@@ -208,13 +208,17 @@ def serving_table(rows: Sequence[Row]) -> str:
     by_layer: dict[tuple[str, str], dict[int, str]] = {}
     for row in mine:
         cells = by_layer.setdefault((f"{row['model']} {row['layer']}", row["contender"]), {})
-        cells[row["tokens"] if "tokens" in row else row["m"]] = _cell(row, baselines)
+        cells[_tokens(row)] = _cell(row, baselines)
     sizes = sorted({size for cells in by_layer.values() for size in cells})
     body = [(*names, *(cells.get(size, "") for size in sizes)) for names, cells in by_layer.items()]
+    runs = _runs(mine)
+    where = []
+    for run in runs:
+        of = f"Tokens {', '.join(map(str, sorted(set(map(_tokens, run)))))}: " if len(runs) > 1 else ""
+        where += [_wrapped(of + _where(run)), ""]
     return "\n".join(
         [
-            _wrapped(_where(mine)),
-            "",
+            *where,
             f"Microseconds in a CUDA graph{_parenthesis(baselines)}, by tokens:",
             "",
             *table_lines(("layer", "contender", *map(str, sizes)), body),
@@ -222,6 +226,19 @@ def serving_table(rows: Sequence[Row]) -> str:
             _refused(rows),
         ]
     )
+
+
+def _tokens(row: Row) -> int:
+    """The number of tokens of a row of a layer or of a mixture."""
+    return int(row["tokens"] if "tokens" in row else row["m"])
+
+
+def _runs(rows: Sequence[Row]) -> list[list[Row]]:
+    """The rows of each run: of one command, revision and date."""
+    runs: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        runs.setdefault(tuple(row[fact] for fact in ("command", "revision", "date")), []).append(row)
+    return list(runs.values())
 
 
 def formats_table(rows: Sequence[Row]) -> str:
@@ -242,10 +259,7 @@ def upstream_tables(rows: Sequence[Row]) -> str:
     """Upstream's published figures beside ours, and our figures by size."""
     text = upstream.of_docs(rows)
     mine = [row for row in rows if str(row["bench"]).startswith(upstream.BENCH)]
-    runs: dict[tuple[str, ...], list[Row]] = {}
-    for row in mine:
-        runs.setdefault(tuple(row[fact] for fact in ("command", "revision", "date")), []).append(row)
-    where = [line for run in runs.values() for line in (_wrapped(_where(run)), "")]
+    where = [line for run in _runs(mine) for line in (_wrapped(_where(run)), "")]
     return "\n".join([*where, text, "", _refused(mine)])
 
 

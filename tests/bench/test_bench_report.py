@@ -162,6 +162,13 @@ def test_the_table_of_serving() -> None:
     assert "| llama qkv | fp4gemm W4A4 | 10.0 (2.00) | 10.0 (1.50) |" in lines
     assert "| llama experts | fp4gemm W4A4 |  | 10.0 |" in lines
     assert not any(line.startswith("| llama") and "torch bf16" in line for line in lines)
+    assert not any(line.startswith("Tokens") for line in lines)
+    older = [row | {"revision": "0ld"} for row in rows[1:2]]
+    text = readme.serving_table([rows[0], *older, *rows[2:]])
+    now, then = (text.index(f"revision {row['revision']}") for row in (rows[0], older[0]))
+    assert text.startswith("Tokens 1, 64: ")
+    assert now < text.index("Tokens 64: ") < then  # the sizes of each run, in front of its revision
+    assert "| llama qkv | fp4gemm W4A4 | 10.0 (2.00) | 10.0 (1.50) |" in text
     with pytest.raises(ValueError, match=r"--readme: the results have no row of python -m bench serving"):
         readme.serving_table([result()])
 

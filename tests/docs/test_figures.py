@@ -18,6 +18,8 @@ RESULTS = REPO / "bench" / "results"
 STEPS = RESULTS / "training" / "h200-steps.jsonl"
 LOSSES = RESULTS / "training" / "h200.jsonl"
 ENGINE = RESULTS / "engine" / "h200.jsonl"
+SERVING = sorted((RESULTS / "serving").glob("*.jsonl"))
+OURS = ("fp4gemm W4A4", "fp4gemm W4A16", "fp4gemm W4A8")
 
 
 def words(name: str) -> str:
@@ -115,6 +117,29 @@ def test_the_tables_of_the_engine(name: str, tmp_path: Path) -> None:
     copy.write_text(text, encoding="utf-8")
     engine.into([copy], load_all([ENGINE]))
     assert copy.read_text(encoding="utf-8") == text, f"bench engine {ENGINE} --readme {name}"
+
+
+def test_what_is_said_of_the_layers_of_an_engine() -> None:
+    rows = [row for row in load_all(SERVING) if "us" in row and row["contender"] in OURS]
+    linear = [row for row in rows if "m" in row]
+
+    def span(found: list[dict[str, Any]], baseline: str, digits: int = 2) -> str:
+        ratios = [row["ratio"][baseline] for row in found if baseline in row["ratio"]]
+        return f"{min(ratios):.{digits}f} to {max(ratios):.{digits}f}"
+
+    text = (REPO / "docs" / "serving.md").read_text(encoding="utf-8")
+    lines = text[text.index("| tokens | W4A4 | W4A16 | W4A8 |") :].splitlines()[2:6]
+    for line in lines:
+        tokens, *found = cells(line)
+        of_size = [row for row in linear if row["m"] == int(tokens)]
+        want = [span([row for row in of_size if row["contender"] == name], "torch bf16") for name in OURS]
+        assert found == want, tokens
+    said = words("docs/serving.md")
+    few = [row for row in rows if row.get("tokens", 4096) < 4096]
+    assert f"Experts are {span(few, 'torch bf16', 1)} times as fast as bf16" in said
+    assert f"and {span(few, 'torch fp8', 1)} times as fast as FP8" in said
+    many = [row for row in linear if row["m"] == 4096]
+    assert f"linear layers have {span(many, 'torch bf16')} times the speed of bf16" in said
 
 
 def engine_us(model: str, arm: str, step: str) -> dict[int, float]:
