@@ -6,6 +6,11 @@ installed. Every result but humming's, whose weights are random, is verified bef
 linear layer must have the bits of the reference; W4A16, W4A8 and torch must be the float64 product but for
 roundings. Mixtures must be what an emulation of them computes, expert by expert, with dequantized operands
 and products in fp32.
+
+In an engine a norm, an activation or attention precedes a linear layer. It writes the tokens, and its kernel
+does not let the GEMM start early. So a kernel of torch that writes the tokens is ahead of each call of a
+linear layer, and its time is subtracted. Mixtures follow each other: in vLLM the kernel ahead of them, which
+selects the experts, lets the first of theirs start early.
 """
 
 from __future__ import annotations
@@ -124,6 +129,7 @@ def _linear(harness: Harness, one: Layer, m: int, humming: Humming | None) -> It
     tokens = Tokens(weights, m)
     tokens.plain = [x.bfloat16() for x in tokens.plain]
     made = Contest(start("serving", one, m), only=harness.only)
+    made.ahead = tokens.writers()
     add = Linear(made, harness, weights, tokens, m)
     for activations, name in OUR_NAMES.items():
         add.served(name, weights, activations)

@@ -71,6 +71,7 @@ class Contest:
         self.start = start
         self.is_long = is_long
         self.only = only
+        self.ahead: Sequence[Call] = ()  # calls ahead of those of the contenders, as Harness.measure has them
         self._left_out: list[str] = []
         self.contenders: dict[str, Contender] = {}
         self.refused: dict[str, str] = {}  # by name the reason: the result is wrong, or the call fails
@@ -143,7 +144,7 @@ class Contest:
         began = harness.now()
         exact = [name for name, c in self.contenders.items() if c.role == OURS and c.is_exact]
         every = {name: c.calls for name, c in self.contenders.items()}
-        measured, failed = harness.measure(every, flop, exact)
+        measured, failed = harness.measure(every, flop, exact, self.ahead)
         conditions = harness.conditions(began)
         for name, reason in failed.items():
             role = self.contenders.pop(name).role
@@ -184,7 +185,11 @@ def _comparable(contender: Contender, baseline: Contender) -> bool:
 def times(found: Measured) -> Row:
     """The fields of a row that hold times."""
     row: Row = dict(found.timing.row())
-    for key, value in (("eager_us", found.eager_us), ("cupti_us", found.cupti_us)):
+    for key, value in (
+        ("eager_us", found.eager_us),
+        ("cupti_us", found.cupti_us),
+        ("ahead_us", found.ahead_us),
+    ):
         if value is not None:
             row[key] = round(value, 2)
     return row if found.launches is None else row | {"launches": found.launches}

@@ -29,6 +29,7 @@ T = TypeVar("T")
 # draws a fifth of its power limit and runs at clocks that no model sees; after 60 ms of a compute-bound
 # kernel it is at the limit.
 SETTLE_MS = 60.0
+AHEAD = "ahead"  # beside the names of contenders: the calls ahead of theirs, alone
 
 
 class Measured(NamedTuple):
@@ -38,6 +39,7 @@ class Measured(NamedTuple):
     eager_us: float | None = None  # of calls without a graph, where a graph was timed
     cupti_us: float | None = None  # as CUPTI sees the kernels, where asked for
     launches: int | None = None  # kernels, copies and fills of a call, where a graph was captured
+    ahead_us: float | None = None  # of the call ahead, which is subtracted from ``timing``
 
 
 class Harness:
@@ -142,7 +144,11 @@ class Harness:
         return torch.randn(*shape, device=self.device, generator=gen, dtype=self.dtype)
 
     def measure(
-        self, contenders: Mapping[str, Sequence[Call]], flop: float, exact: Collection[str] = ()
+        self,
+        contenders: Mapping[str, Sequence[Call]],
+        flop: float,
+        exact: Collection[str] = (),
+        ahead: Sequence[Call] = (),
     ) -> tuple[dict[str, Measured], dict[str, str]]:
         """Times contenders, interleaved.
 
@@ -153,6 +159,11 @@ class Harness:
             contenders: the calls of each, on as many inputs as keep the caches cold.
             flop: the operations of one call, by which the number of calls in a graph is chosen.
             exact: those whose replays must leave the bits of a call; of the others a rounding may differ.
+            ahead: calls whose kernels let no kernel behind them start early. In the graphs one of them is
+                ahead of each call of a contender, and the time that they take alone is subtracted. Without
+                them a kernel of programmatic dependent launch overlaps with the previous call of itself: it
+                loads weights on the SMs that this one leaves idle. On a CPU nothing overlaps, and they are
+                not called.
 
         Returns:
             The times by name, and by name the reason of each that was not timed.
@@ -169,7 +180,13 @@ class Harness:
                 failed[name] = f"cannot be captured in a CUDA graph: {error_line(error)}"
         timed = {name: calls for name, calls in contenders.items() if name not in failed}
         results: dict[str, object] = {}
-        timings = time_interleaved(timed, self.rounds, calls_for(flop), results, self.settle_us)
+        graphs = {name: behind(ahead, calls) for name, calls in timed.items()}
+        if ahead and graphs:
+            graphs[AHEAD] = list(ahead)
+        timings = time_interleaved(graphs, self.rounds, calls_for(flop), results, self.settle_us)
+        ahead_us = timings.pop(AHEAD).median_us if AHEAD in timings else None
+        if ahead_us is not None:
+            timings = {name: less(timing, ahead_us) for name, timing in timings.items()}
         made = {}
         for name, calls in timed.items():
             result = results.pop(name)
@@ -179,7 +196,7 @@ class Harness:
                 continue
             eager = time_eager(calls, timings[name].median_us) if self.eager else None
             cupti = time_cupti(calls) if self.cupti else None
-            made[name] = Measured(timings[name], eager, cupti, counts[name])
+            made[name] = Measured(timings[name], eager, cupti, counts[name], ahead_us)
         return made, failed
 
     def conditions(self, began: float) -> machine.Facts:
@@ -212,3 +229,20 @@ class Harness:
         """Ends the monitor and drops what was kept."""
         self.monitor.close()
         self._kept.clear()
+
+
+def behind(ahead: Sequence[Call], calls: Sequence[Call]) -> list[Call]:
+    """Each of ``calls`` with the call of the same index ahead of it; ``ahead`` is repeated, or empty."""
+    if not ahead:
+        return list(calls)
+
+    def both(first: Call, call: Call) -> object:
+        first()
+        return call()
+
+    return [functools.partial(both, ahead[i % len(ahead)], call) for i, call in enumerate(calls)]
+
+
+def less(timing: Timing, us: float) -> Timing:
+    """The timing with ``us`` subtracted from each of its numbers."""
+    return Timing(timing.median_us - us, timing.p10_us - us, timing.p90_us - us)

@@ -110,6 +110,15 @@ class Tokens:
         self.count = min(len(weights.packed), harness.rotations(one)) if offs is None else 1
         self.plain = [harness.gaussian(weights.gen, m, weights.k) for _ in range(self.count)]
 
+    def writers(self) -> list[Call]:
+        """For each of ``plain`` a kernel of torch that writes it, as a norm or an activation of a model does.
+
+        All of them write the values of the first, which stay in the L2 cache. These kernels let no kernel
+        behind them start before they have ended.
+        """
+        source = self.plain[0].clone()
+        return [partial(torch.mul, source, 1.0, out=x) for x in self.plain]
+
     @cached_property
     def packed(self) -> list[NVFP4Tensor]:
         return [fp4gemm.quantize(x, offs=self.offs) for x in self.plain]

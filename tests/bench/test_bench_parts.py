@@ -14,8 +14,8 @@ import torch
 from bench_helpers import BLACKWELL, CPU, GEFORCE, HOPPER, cpu_harness, named
 
 from bench.baselines import humming
-from bench.measure import library, machine, models, operands, routing
-from bench.measure.contest import Contender, Contest
+from bench.measure import harness, library, machine, models, operands, routing
+from bench.measure.contest import Contender, Contest, times
 from bench.measure.harness import Measured
 from bench.measure.library import MIN_CALLS, Timing, calls_for, sets
 from bench.measure.roofline import Roofline, Work
@@ -34,9 +34,51 @@ def test_roofline() -> None:
     assert bounds.least_us(square._replace(unit="nvfp4")) == bounds.memory_us(square)  # no such peak known
 
 
+def test_the_calls_ahead_are_in_the_graphs_and_not_in_the_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+
+    def call(name: str) -> Any:
+        return lambda: done.append(name)
+
+    def timed(contenders: Any, rounds: int, calls: int, results: Any, settle: float) -> dict[str, Timing]:
+        results |= dict.fromkeys(contenders)
+        for name, each in contenders.items():
+            done.append(f"{name}:")
+            for one in each:
+                one()
+        us = {"mine": 10.0, "other": 15.0, harness.AHEAD: 1.5}
+        return {name: Timing(us[name], us[name] - 0.25, us[name] + 0.25) for name in contenders}
+
+    monkeypatch.setattr(harness, "time_interleaved", timed)
+    monkeypatch.setattr(harness.launches, "count", lambda call: 1)
+    on_gpu = cpu_harness()
+    on_gpu.is_cuda, on_gpu.eager = True, False
+    contenders = {"mine": [call("a0"), call("a1"), call("a2")], "other": [call("b0")]}
+    made, failed = on_gpu.measure(contenders, 1.0, (), [call("x0"), call("x1")])
+    want = ["mine:", "x0", "a0", "x1", "a1", "x0", "a2", "other:", "x0", "b0", "ahead:", "x0", "x1"]
+    assert (done, failed) == (want, {})
+    assert made["mine"].timing == Timing(8.5, 8.25, 8.75)
+    assert (made["other"].timing.median_us, made["other"].ahead_us) == (13.5, 1.5)
+    assert times(made["mine"]) == {"us": 8.5, "p10_us": 8.25, "p90_us": 8.75, "ahead_us": 1.5, "launches": 1}
+    done.clear()
+    made, _ = on_gpu.measure(contenders, 1.0)
+    assert done == ["mine:", "a0", "a1", "a2", "other:", "b0"]
+    assert made["mine"] == Measured(Timing(10.0, 9.75, 10.25), launches=1)
+
+
+def test_tokens_are_written_as_a_norm_writes_them() -> None:
+    tokens = operands.Tokens(operands.Weights(cpu_harness(), 16, 64), 3)
+    assert tokens.count > 1
+    first = tokens.plain[0].clone()
+    for x, write in zip(tokens.plain, tokens.writers(), strict=True):
+        x.fill_(torch.nan)
+        assert write() is x
+        assert torch.equal(x, first)
+
+
 def test_ratios_are_of_the_same_run() -> None:
     class Timed(type(cpu_harness())):  # type: ignore[misc]
-        def measure(self, contenders: Any, flop: float, exact: Any) -> Any:
+        def measure(self, contenders: Any, flop: float, exact: Any, ahead: Any) -> Any:
             us = {"mine": 10.0, "other": 15.0, "baseline": 30.0, "floor": 5.0}
             return {name: Measured(Timing(value, 1, 2)) for name, value in us.items()}, {}
 

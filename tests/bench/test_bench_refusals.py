@@ -186,7 +186,7 @@ def test_a_replay_must_leave_what_a_call_returns() -> None:
 
 def test_a_failure_during_timing_refuses_that_contender_alone() -> None:
     class Failing(type(cpu_harness())):  # type: ignore[misc]
-        def measure(self, contenders: Any, flop: float, exact: Any) -> Any:
+        def measure(self, contenders: Any, flop: float, exact: Any, ahead: Any) -> Any:
             assert set(exact) == {"fp4gemm", "fp4gemm W4A4"}
             timings, _ = super().measure({k: v for k, v in contenders.items() if k != "fp4gemm"}, flop)
             timings.pop("torch fp32")

@@ -14,6 +14,7 @@ from bench_helpers import FP8, HOPPER, W4A8, named, run
 from bench.__main__ import main
 from bench.commands import serving
 from bench.measure import roofline
+from bench.measure.contest import Contest
 from bench.measure.library import products
 from bench.measure.models import Experts, Model
 
@@ -53,6 +54,21 @@ def test_every_layer_at_every_size() -> None:
     num_bytes = 2 * (2 * (64 * 64 + 64 * 32) + 64 + 64)
     assert baseline["gb_s"] * baseline["us"] * 1e3 == pytest.approx(num_bytes, rel=0.01)
     assert mixture["fp4gemm W4A16"]["ratio"].keys() == {"torch bf16", *FP8}
+
+
+@pytest.mark.usefixtures("small")
+def test_a_kernel_is_ahead_of_linear_layers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: dict[str, int] = {}
+    rows = Contest.rows
+
+    def noted(self: Contest, harness: Any) -> Any:
+        found[str(self.start["layer"])] = len(self.ahead)
+        return rows(self, harness)
+
+    monkeypatch.setattr(Contest, "rows", noted)
+    assert not any("refused" in row for row in run("serving", "--m", "5"))
+    assert found["qkv"] > 1
+    assert found["experts"] == 0
 
 
 @pytest.mark.usefixtures("small")
