@@ -13,6 +13,9 @@ from training_operands import catch, codes_as_numbers, step_of
 
 LADDER = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
 DRAWING = [name for name, recipe in training.PRESETS.items() if recipe.draws]
+# The same with the product that draws: all draw for dgrad, and not all for wgrad.
+DRAWING_FOR_WGRAD = [name for name in DRAWING if training.PRESETS[name].dy_t is not None]
+PRODUCTS = [*((name, "dgrad") for name in DRAWING), *((name, "wgrad") for name in DRAWING_FOR_WGRAD)]
 ROWS, OFFSETS = 64, 64  # 4096 draws of every number
 
 
@@ -36,8 +39,7 @@ def expected(a: Tensor) -> tuple[Tensor, Tensor]:
     return lo + step * p, step * (p * (1 - p)).sqrt()
 
 
-@pytest.mark.parametrize("product", ["dgrad", "wgrad"])
-@pytest.mark.parametrize("name", DRAWING)
+@pytest.mark.parametrize(("name", "product"), PRODUCTS)
 def test_expected_codes(
     name: str, product: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -77,6 +79,8 @@ def test_bias_of_the_gradients(name: str, device: torch.device) -> None:
     dy = torch.randn(512, 512, generator=gen).to(device)
     dx, dw = backward(recipe, dy)
     for product, gradient, want in (("dgrad", dx, dy), ("wgrad", dw, dy.t())):
+        if (name, product) not in PRODUCTS:
+            continue
         bias = float((gradient.double() * want.double()).sum() / want.double().square().sum()) - 1
         assert -0.0065 < bias < -0.002, (name, product)
 
@@ -108,7 +112,7 @@ def gradient_of(layer: training.Linear, x: Tensor, dy: Tensor) -> Tensor:
     return layer.weight.grad
 
 
-@pytest.mark.parametrize("name", DRAWING)
+@pytest.mark.parametrize("name", DRAWING_FOR_WGRAD)
 def test_layers_and_steps_draw_different_numbers(name: str, gen: torch.Generator) -> None:
     first, second = (training.Linear(64, 32, recipe=name) for _ in range(2))
     second.load_state_dict(first.state_dict())

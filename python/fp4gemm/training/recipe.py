@@ -381,6 +381,14 @@ _ROWS_DEQUANTIZED: dict[str, Any] = {
 _NVIDIA = _te_preset()
 _SIX = _te_preset(disable_rht=True, nvfp4_4over6="all")
 _ROW = Cast()
+_PER_TOKEN = Recipe(
+    x=_ROW,
+    w=_ROW,
+    dy=Cast(stochastic=True),
+    w_t=Cast(source="rowwise"),
+    dy_t=Cast(hadamard="fp32", stochastic=True),
+    x_t=Cast(hadamard="fp32"),
+)
 
 PRESETS: dict[str, Recipe] = {
     "bf16": Recipe(),
@@ -402,14 +410,8 @@ PRESETS: dict[str, Recipe] = {
     "four_over_six_all": _SIX,
     "bf16_backward": _te_preset(backward_override="high_precision"),
     "bf16_forward": _NVIDIA.replace(x=None, w=None),
-    "per_token": Recipe(
-        x=_ROW,
-        w=_ROW,
-        dy=Cast(stochastic=True),
-        w_t=Cast(source="rowwise"),
-        dy_t=Cast(hadamard="fp32", stochastic=True),
-        x_t=Cast(hadamard="fp32"),
-    ),
+    "per_token": _PER_TOKEN,
+    "per_token_wgrad_bf16": _PER_TOKEN.replace(dy_t=None, x_t=None),
 }
 """The recipes by name.
 
@@ -431,6 +433,8 @@ PRESETS: dict[str, Recipe] = {
 * "bf16_backward", "bf16_forward": "nvidia" in one of the passes.
 * "per_token": ours. Each row of every operand has an amax, dgrad multiplies the numbers of the forward
   weight, gradients are rounded stochastically, and the operands of wgrad are rotated.
+  "per_token_wgrad_bf16" computes dW in bf16, for models with tokens whose x is tens of times as large as that
+  of others.
 * "bf16": nothing is quantized.
 """
 
