@@ -159,6 +159,8 @@ add(R, "seed", "range", lambda: 2**63, VALUE, "must be below 2**63")
 add(R, "save_input", "value", lambda: "both", VALUE, "got 'both', must be 'quantized' or 'original'")
 add(R, "batch_invariant", "type", lambda: 1, TYPE, "got 1 (int), must be True or False")
 add(R, "batch_invariant", "w", lambda: True, VALUE, "got True, must be False where w is None")
+add(R, "balance_tokens", "type", lambda: 1, TYPE, "got 1 (int), must be True or False")
+add(R, "balance_tokens", "dy_t", lambda: True, VALUE, "got True, must be False where dy_t is None")
 add(R, "cache_weight", "type", lambda: None, TYPE, "got None (NoneType), must be True or False")
 
 
@@ -192,6 +194,23 @@ pair(
     dy_t=ROW,
     x_t=Cast(source="rowwise"),
     save_input="original",
+)
+pair(
+    "balance_tokens-quantized",
+    "got True, needs save_input 'original' or source 'rowwise' of x_t",
+    **FORWARD,
+    dy_t=ROW,
+    x_t=ROW,
+    balance_tokens=True,
+)
+pair(
+    "balance_tokens-tensor",
+    "got True, needs scaling 'row' of x, got 'tensor', where x_t has source 'rowwise'",
+    x=TENSOR,
+    w=ROW,
+    dy_t=ROW,
+    x_t=Cast(source="rowwise"),
+    balance_tokens=True,
 )
 
 # ---- a recipe by name

@@ -28,8 +28,9 @@ RECIPES = {
     "row_scaled_dequantized": training.PRESETS["row_scaled_dequantized"],
     "bf16": training.PRESETS["bf16"],
 }
+RECIPES["balanced"] = RECIPES["rowwise"].replace(balance_tokens=True)
 LAYOUTS = ("torchtitan", "transformers", "mixtral", "te")
-TRAVELS_QUANTIZED = ("rowwise", "row_scaled_dequantized")
+TRAVELS_QUANTIZED = ("rowwise", "row_scaled_dequantized", "balanced")
 
 
 @functools.cache

@@ -29,6 +29,10 @@ RECIPES = {
     "weight alone": training.Recipe(w=_ROW),
     "bf16": training.PRESETS["bf16"],
 }  # fmt: skip
+RECIPES |= {
+    "balanced": RECIPES["original x"].replace(balance_tokens=True),
+    "balanced rowwise": RECIPES["rowwise"].replace(balance_tokens=True),
+}
 # The amax of the tensor is x's alone: those of shards of W and dy would differ from those of the whole.
 PER_TENSOR = RECIPES["te_per_token"].replace(x=training.Cast(scaling="tensor"), w=_ROW)
 PER_TENSOR_T = PER_TENSOR.replace(x_t=training.Cast(scaling="tensor", four_over_six="mae"))
@@ -84,8 +88,10 @@ def colwise(
         with torch.no_grad():
             half.weight.copy_(part(whole.weight, r, 0))
             half.bias.copy_(part(whole.bias, r, 0))
-        of_ranks.append(gradients(half, x, part(dy, r, -1))[1])
-    dx = of_ranks[0] + of_ranks[1]
+        of_ranks.append(gradients(half, x, part(dy, r, -1)))
+    dx = of_ranks[0][1] + of_ranks[1][1]
+    if recipe.balance_tokens:  # by the amax of each rank's dy
+        grads = [torch.cat(both) for both in zip(*(results[2:] for results in of_ranks), strict=True)]
     return [got, [part(y, rank, -1), part(dx, rank, dim), *grads]]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +33,11 @@ RECIPES: dict[str, Recipe] = {
         save_input="original",
     ),
 }
+RECIPES |= {
+    "balanced": RECIPES["per_token"].replace(balance_tokens=True, save_input="original"),
+    "balanced rowwise": RECIPES["rowwise"].replace(balance_tokens=True),
+    "balanced tensors": RECIPES["nvidia_no_sr"].replace(balance_tokens=True, save_input="original"),
+}
 
 
 class Step(NamedTuple):
@@ -53,6 +59,20 @@ def options(cast: Cast, recipe: Recipe, state: Tensor) -> dict[str, Any]:
     if cast.stochastic:
         made |= {"stochastic": True, "rng_state": state}
     return made
+
+
+def balancing_factors(x: Tensor, dy: Tensor) -> Tensor:
+    """c, float64 (m, 1), of the rows of x and dy: one token after the other, in the numbers of Python."""
+    exponents = []
+    amaxes = (t.double().abs().nan_to_num(0.0, math.inf).amax(1).tolist() for t in (x, dy))
+    for a, b in zip(*amaxes, strict=True):
+        if math.inf in (a, b) or a == b == 0:
+            exponents.append(0)
+        elif a == 0 or b == 0:
+            exponents.append(-126 if a == 0 else 126)
+        else:
+            exponents.append(max(-126, min(126, round((math.log2(a) - math.log2(b)) / 2))))
+    return torch.tensor([2.0**e for e in exponents], dtype=torch.float64, device=x.device).view(-1, 1)
 
 
 def explicit(x: Tensor, weight: Tensor, dy: Tensor, recipe: Recipe, state: Tensor) -> Step:
@@ -84,6 +104,9 @@ def explicit(x: Tensor, weight: Tensor, dy: Tensor, recipe: Recipe, state: Tenso
         dw = (dy.T @ values).to(weight.dtype)
     else:
         source = x_q.dequantize(x.dtype) if recipe.x_t.source == "rowwise" else x
+        if recipe.balance_tokens:
+            c = balancing_factors(x, dy)
+            source, dy = (source.double() / c).to(x.dtype), (dy.double() * c).to(dy.dtype)
         dw = training.wgrad(
             columns(dy, recipe.dy_t, state, ends),
             columns(source, recipe.x_t, of_x, ends),

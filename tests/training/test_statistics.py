@@ -14,7 +14,7 @@ from fp4gemm.training import Cast, Recipe, functional, record_statistics
 from fp4gemm.training._gathered import GatheredWeight, Made
 from helpers import assert_bits
 from torch import Tensor
-from training_cases import RECIPES, options
+from training_cases import RECIPES, balancing_factors, options
 
 FIELDS = ("x", "w", "dy", "w_t", "dy_t", "x_t")
 STATE = torch.zeros(2, dtype=torch.int64)
@@ -93,9 +93,13 @@ def test_every_operand(name: str, m: int, device: torch.device, gen: torch.Gener
             assert math.isnan(found[field].sqnr)
             continue
         wanted = source = of[field.removesuffix("_t")]
+        c = balancing_factors(of["x"], of["dy"])
+        scales = {"x_t": 1 / c, "dy_t": c}.get(field) if recipe.balance_tokens else None
         if cast.source == "rowwise":
             forward = getattr(recipe, field.removesuffix("_t"))
             source = fp4gemm.quantize(source, **options(forward, recipe, STATE)).dequantize(torch.bfloat16)
+        if scales is not None:
+            source, wanted = ((t.double() * scales).to(t.dtype) for t in (source, wanted))
         if field.endswith("_t"):
             pad = -source.shape[0] % 64 if source.shape[0] % 32 else 0  # one group of columns
             source, wanted = (

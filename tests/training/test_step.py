@@ -32,6 +32,8 @@ PASSES: dict[str, tuple[Recipe, bool, bool]] = {
     "wgrad alone": (WGRAD_ALONE, True, False),
     "original": (RECIPES["original"], False, False),
     "rowwise": (RECIPES["rowwise"], False, True),
+    "balanced": (RECIPES["balanced"], False, False),
+    "balanced rowwise": (RECIPES["balanced rowwise"], False, False),
     "row_scaled_dequantized": (RECIPES["row_scaled_dequantized"], False, False),
     "w4a16": (RECIPES["w4a16"], False, False),
     "bf16_backward": (RECIPES["bf16_backward"], False, False),

@@ -10,14 +10,15 @@ from fp4gemm import training
 from fp4gemm.training import functional
 from helpers import assert_bits, captured
 from torch import Tensor
+from training_cases import RECIPES
 
 pytestmark = pytest.mark.gpu
 
-PRESETS = ("nvidia", "te_per_token", "row_scaled", "four_over_six", "per_token")
+NAMES = ("nvidia", "te_per_token", "row_scaled", "four_over_six", "per_token", "balanced", "balanced rowwise")
 ENDS = ([10, 10, 74, 96], [96, 96, 96, 96], [0, 0, 0, 0], [1, 33, 34, 90])
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("m", [96, 77])
 def test_dense_step(name: str, m: int, cuda: torch.device, gen: torch.Generator) -> None:
     """y, dx and dW of each replay, also with another random state."""
@@ -26,7 +27,7 @@ def test_dense_step(name: str, m: int, cuda: torch.device, gen: torch.Generator)
     state = torch.zeros(2, dtype=torch.int64, device=cuda)
 
     def step() -> tuple[Tensor, ...]:
-        y = functional.linear(x, weight, None, name, state=state)
+        y = functional.linear(x, weight, None, RECIPES[name], state=state)
         return (y.detach(), *torch.autograd.grad(y, (x, weight), dy))
 
     graph, results = captured(step, cuda)
@@ -42,7 +43,7 @@ def test_dense_step(name: str, m: int, cuda: torch.device, gen: torch.Generator)
             assert_bits(got, want)
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", NAMES)
 def test_step_of_experts(name: str, cuda: torch.device, gen: torch.Generator) -> None:
     """The ends of the groups are read anew too."""
     x, weight, dy = (torch.ones(s).bfloat16().to(cuda) for s in ((96, 64), (4, 128, 64), (96, 128)))
@@ -51,7 +52,7 @@ def test_step_of_experts(name: str, cuda: torch.device, gen: torch.Generator) ->
     state = torch.zeros(2, dtype=torch.int64, device=cuda)
 
     def step() -> tuple[Tensor, ...]:
-        y = functional.grouped_linear(x, weight, offs, None, name, state=state)
+        y = functional.grouped_linear(x, weight, offs, None, RECIPES[name], state=state)
         return (y.detach(), *torch.autograd.grad(y, (x, weight), dy))
 
     graph, results = captured(step, cuda)
@@ -68,7 +69,7 @@ def test_step_of_experts(name: str, cuda: torch.device, gen: torch.Generator) ->
 
 
 @pytest.mark.parametrize("is_grouped", [False, True], ids=["dense", "experts"])
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", NAMES)
 def test_step_without_tokens(name: str, is_grouped: bool, cuda: torch.device, gen: torch.Generator) -> None:
     """Empty tensors in a graph: y and dx are empty, and a replay writes the zeros of dW."""
     x, dy = (torch.ones(0, k, dtype=torch.bfloat16, device=cuda) for k in (64, 128))
@@ -80,9 +81,9 @@ def test_step_without_tokens(name: str, is_grouped: bool, cuda: torch.device, ge
 
     def step() -> tuple[Tensor, ...]:
         if is_grouped:
-            y = functional.grouped_linear(x, weight, offs, None, name, state=state)
+            y = functional.grouped_linear(x, weight, offs, None, RECIPES[name], state=state)
         else:
-            y = functional.linear(x, weight, None, name, state=state)
+            y = functional.linear(x, weight, None, RECIPES[name], state=state)
         return (y.detach(), *torch.autograd.grad(y, (x, weight), dy))
 
     graph, (y, dx, dw) = captured(step, cuda)

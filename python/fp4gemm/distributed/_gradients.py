@@ -179,7 +179,7 @@ def dispatch(
     a, offs, is_recording = found[0], handle.offs, torch.is_grad_enabled()
     with torch.no_grad(), without_autocast(x):
         x_t = NO_PARTS
-        if is_recording and isinstance(recipe.x_t, Cast):
+        if is_recording and isinstance(recipe.x_t, Cast) and recipe.saved_input == "x_t":
             x_t = _copies.along(rows.detach(), 0, recipe.x_t, recipe.hadamard_signs, None, offs)
     shared = QuantizedInput(rows, recipe, offs, rows, rows.detach(), offs, None, _copies.parts_of(a), x_t)
     return shared, of_rows, handle

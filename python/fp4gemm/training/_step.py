@@ -35,7 +35,7 @@ from .._refusals import REFUSALS, explained
 from ..ops import operators
 from ..ops.gemm import GemmCall
 from ..reference.epilogue import ALPHA, ALPHA_UNQUANTIZED
-from . import _copies
+from . import _balance, _copies
 from ._copies import NO_PARTS, OF_DY, OF_W, OF_X, Parts, Weight, parameters_of, whole
 from .recipe import DEQUANTIZED, Cast, Operand, Recipe
 
@@ -101,13 +101,13 @@ class QuantizedInput:
                 "the layer"
             )
         is_wanted = torch.is_grad_enabled() and any(w.requires_grad for w in parameters_of(weight))
-        is_saved = recipe.save_input == "quantized" and isinstance(recipe.x_t, Cast)
+        is_saved = recipe.saved_input == "x_t"
         if is_wanted and is_saved and self._copy_t.codes is None:
             raise ValueError(
                 "x: was quantized without grad mode, must be quantized where gradients are recorded, since "
                 "the layer needs the copy for the gradient of its weight"
             )
-        has_copy = is_saved or recipe.x_t == DEQUANTIZED or not is_wanted
+        has_copy = recipe.saved_input != "original" or not is_wanted
         is_read = not recipe.is_plain and (recipe.x is None or not has_copy)
         if is_read and self._version is not None and self._values._version != self._version:
             raise ValueError(
@@ -132,7 +132,8 @@ def difference(a: Recipe, b: Recipe) -> str:
     """The first field in which two recipes make other copies of x, or "" if there is none."""
     fields = ["x", "x_t"]
     if isinstance(a.x_t, Cast):
-        fields += ["save_input"] if a.x_t.hadamard is None else ["save_input", "hadamard_signs"]
+        fields += ["save_input", "balance_tokens"]
+        fields += [] if a.x_t.hadamard is None else ["hadamard_signs"]
     for field in fields:
         if getattr(a, field) != getattr(b, field):
             return field
@@ -178,7 +179,10 @@ class Step(NamedTuple):
     main_grad: MainGrad  # float32 of the shape of W, to which dW is added
 
     def output(self, x: Tensor, weight: Weight, bias: Tensor | None) -> tuple[Tensor, Parts]:
-        """y (..., n) of x (..., k), and what of x is saved for wgrad: its copy, or x itself as codes."""
+        """y (..., n) of x (..., k), and what of x is saved for wgrad: a copy, or x itself as codes.
+
+        Beside x itself its amax is saved where tokens are balanced.
+        """
         x = x if self.values is None else self.values
         shape = x.shape
         if len(shape) != 2:
@@ -202,9 +206,9 @@ class Step(NamedTuple):
         if self.plan.is_shared:
             x_q, x_t = self.x, self.x_t
         else:
-            wanted = recipe.x_t if needs_dw and recipe.save_input == "quantized" else None
+            wanted = recipe.x_t if needs_dw and recipe.saved_input == "x_t" else None
             of_x = _copies.stream(self.state, OF_X, recipe.x, wanted)
-            decoded = (recipe.x_t != DEQUANTIZED and self.plan.is_converted, False)
+            decoded = (recipe.saved_input != "x" and self.plan.is_converted, False)
             x_q, x_t = _copies.both(rows, recipe.x, wanted, recipe, of_x, offs, self.ends, decoded)
         if recipe.w is None:
             values = (torch.stack(weight) if isinstance(weight, tuple) else weight).to(x.dtype)
@@ -215,10 +219,10 @@ class Step(NamedTuple):
                 operators.zero_outside_groups(y, offs)
         if not needs_dw:
             saved = NO_PARTS
-        elif recipe.x_t == DEQUANTIZED:
-            saved = x_q
+        elif recipe.saved_input == "original":
+            saved = Parts(x, None, x_q.amax if recipe.balance_tokens else None)
         else:
-            saved = Parts(x) if x_t.codes is None else x_t
+            saved = x_q if recipe.saved_input == "x" else x_t
         return y, saved
 
     def product(self, x: Parts, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -257,13 +261,19 @@ class Step(NamedTuple):
         needs_dx, needs_dw, _ = self.plan.needs
         dy_q, dy_t = self.copies_of_gradient(dy)
         dx = self.input_gradient(dy, dy_q, weight) if needs_dx else None
-        dw = self.weight_gradient(dy, dy_t, self.input_of_wgrad(self.x_t, dy.dtype)) if needs_dw else None
+        dw = None
+        if needs_dw:
+            dw = self.weight_gradient(dy, *self.operands_of_wgrad(dy, dy_q, dy_t, self.x_t))
         return dx, dw
 
     def copies_of_gradient(self, dy: Tensor) -> tuple[Parts, Parts]:
-        """The copies of dy (m, n) for dgrad and for wgrad, each NO_PARTS where it is not needed."""
+        """The copies of dy (m, n) for dgrad and for wgrad, each NO_PARTS where it is not needed.
+
+        Where tokens are balanced, operands_of_wgrad() makes that for wgrad.
+        """
         recipe, (needs_dx, needs_dw, _) = self.plan.recipe, self.plan.needs
-        first, second = recipe.dy if needs_dx else None, recipe.dy_t if needs_dw else None
+        first = recipe.dy if needs_dx else None
+        second = recipe.dy_t if needs_dw and not recipe.balance_tokens else None
         of_dy, decoded = _copies.stream(self.state, OF_DY, first, second), (self.plan.is_converted,) * 2
         rows = _checks.readable_rows(dy)
         return _copies.both(rows, first, second, recipe, of_dy, self._offs(), self.ends, decoded)
@@ -284,19 +294,35 @@ class Step(NamedTuple):
             operators.zero_outside_groups(dx, offs)
         return dx
 
-    def input_of_wgrad(self, saved: Parts, dtype: torch.dtype) -> Parts:
-        """The right operand of wgrad, of what was saved of x: a copy, or values (m, k) as codes."""
-        recipe = self.plan.recipe
-        if recipe.x_t == DEQUANTIZED:
-            return Parts(_copies.rebuilt(saved, recipe.x, recipe, self._offs()).dequantize(dtype))
-        if not isinstance(recipe.x_t, Cast) or recipe.save_input == "quantized":
-            return saved
+    def operands_of_wgrad(self, dy: Tensor, dy_q: Parts, dy_t: Parts, saved: Parts) -> tuple[Parts, Parts]:
+        """The operands of wgrad: the copies of dy.T and x.T, or x as codes if the product is torch's.
+
+        Args:
+            dy: (m, n). dy_q, dy_t: its copies, of copies_of_gradient().
+            saved: what output() returned of x.
+        """
+        recipe, ends, signs = self.plan.recipe, self.ends, self.plan.recipe.hadamard_signs
+        if recipe.saved_input == "x_t":
+            return dy_t, saved
+        if recipe.saved_input == "x":
+            x = _copies.rebuilt(saved, recipe.x, recipe, self._offs()).dequantize(dy.dtype)
+        else:
+            x = _copies.not_cast(saved)
+        if not isinstance(recipe.x_t, Cast):
+            return dy_t, Parts(x)
         of_x = self.of_x if self.plan.is_shared else _copies.stream(self.state, OF_X, recipe.x_t)
-        x = _checks.readable_rows(_copies.not_cast(saved))
-        return _copies.along(x, 0, recipe.x_t, recipe.hadamard_signs, of_x, self.ends)
+        if recipe.balance_tokens and isinstance(recipe.dy_t, Cast):
+            c, inverse = _balance.token_scales(_row_amax(x, saved, recipe.x), _row_amax(dy, dy_q, recipe.dy))
+            x, dy = _balance.scaled(x, inverse), _balance.scaled(dy, c)
+            of_dy = _copies.stream(self.state, OF_DY, recipe.dy_t)
+            dy_t = _copies.along(dy, 0, recipe.dy_t, signs, of_dy, ends, self.plan.is_converted)
+        return dy_t, _copies.along(_checks.readable_rows(x), 0, recipe.x_t, signs, of_x, ends)
 
     def weight_gradient(self, dy: Tensor, dy_t: Parts, x_t: Parts) -> Tensor | None:
-        """dW = dy^T x, (n, k) or (g, n, k), or None after adding it to main_grad; x_t: input_of_wgrad()."""
+        """dW = dy^T x, (n, k) or (g, n, k), or None after adding it to main_grad.
+
+        dy_t, x_t: the results of operands_of_wgrad().
+        """
         recipe, main_grad, dtype = self.plan.recipe, self.main_grad, self.plan.weight_dtype
         if recipe.dy_t is None:
             dw = _torch_wgrad(dy, _copies.not_cast(x_t), self._offs())
@@ -417,6 +443,12 @@ def restored(ctx: Any, saved: tuple[Tensor | None, ...]) -> tuple[Step, Weight |
         w, w_t = _copies.weight_copies(weight, recipe, of_w, False, True)
     step = Step(plan, state, ends, w, w_t, NO_PARTS, Parts(*saved[:3]), None, of_x, ctx.main_grad)
     return step, weight
+
+
+def _row_amax(x: Tensor, copy: Parts, cast: Operand) -> Tensor:
+    """float32 (m,): the amax of each row of x, which its copy along the rows has if it has one of each."""
+    is_measured = copy.amax is not None and isinstance(cast, Cast) and cast.scaling == "row"
+    return copy.amax if is_measured else _balance.row_amax(x)  # type: ignore[return-value]
 
 
 def unsafe_view(y: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -19,7 +19,7 @@ from ._copies import Cache
 from ._step import QuantizedInput, difference
 from .cache import WeightCache, after_load
 from .functional import STEP, autocast_dtype, random_state, without_autocast
-from .recipe import DEQUANTIZED, PRESETS, Cast, Recipe, resolve
+from .recipe import PRESETS, Cast, Recipe, resolve
 
 __all__ = ["GroupedLinear", "Linear", "RecipeLayer", "quantize_input"]
 
@@ -234,9 +234,10 @@ def quantize_input(
 
     Raises:
         TypeError, ValueError: naming the argument, its value and what it must be. A layer raises ValueError
-            naming x if its recipe has another x, x_t, save_input or, with a rotation, hadamard_signs; if it
-            has another k; if its groups or autocast's dtype are others; if it needs the copy for dW, and x
-            was quantized without grad mode; if it reads x beside the copy, and x was written in between.
+            naming x if its recipe has another x, x_t, save_input, balance_tokens or, with a rotation,
+            hadamard_signs; if it has another k; if its groups or autocast's dtype are others; if it needs the
+            copy for dW, and x was quantized without grad mode; if it reads x beside the copy, and x was
+            written in between.
         NotImplementedError: the device has no kernel.
     """
     recipe = recipe.recipe if isinstance(recipe, RecipeLayer) else resolve(recipe)
@@ -261,11 +262,11 @@ def quantize_input(
     if state is None and draws:
         state = _copies.draw(recipe, x.device)
     of_x = _copies.stream(state, _copies.OF_X, recipe.x, recipe.x_t)
-    x_t = recipe.x_t if torch.is_grad_enabled() and recipe.save_input == "quantized" else None
+    x_t = recipe.x_t if torch.is_grad_enabled() and recipe.saved_input == "x_t" else None
     dtype = autocast_dtype(x)
     with torch.no_grad(), without_autocast(x):
         values = edge.detach() if dtype is None else edge.detach().to(dtype)
-        decoded = (recipe.x_t != DEQUANTIZED and _copies.are_converted(values), False)
+        decoded = (recipe.saved_input != "x" and _copies.are_converted(values), False)
         if not recipe.is_plain:
             support.ready(values, "quantize")
         rows = _checks.readable_rows(values)

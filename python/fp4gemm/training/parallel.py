@@ -214,8 +214,9 @@ class SequenceColwiseParallel(ColwiseParallel):
 
     A recipe whose forward pass does not quantize x gathers x in its own dtype. With row scaling y and dW are
     those of one process bit for bit, unless a cast is stochastic; with tensor scaling the amaxes of W_r and
-    dy_r are those of the shards. ``weight`` and ``bias`` become DTensors with the placement Shard(0), and
-    ``weight.main_grad`` may be a DTensor like the weight, or this rank's shard of one.
+    dy_r are those of the shards, and balanced tokens (``balance_tokens``) have factors by the amax of dy_r,
+    so that each rank casts x^T itself. ``weight`` and ``bias`` become DTensors with the placement Shard(0),
+    and ``weight.main_grad`` may be a DTensor like the weight, or this rank's shard of one.
 
     Args:
         sequence_dim: the dimension of x along which its tokens are sharded, in equal parts.
@@ -370,8 +371,11 @@ def _has_whole_blocks(shape: torch.Size, sharding: Sharding) -> bool:
 
 
 def _is_cast_by_ranks(recipe: Recipe, shape: torch.Size, sharding: Sharding) -> bool:
-    """Whether each rank casts its own blocks of x_t, from x itself, and these are gathered."""
-    is_of_x = isinstance(recipe.x_t, Cast) and recipe.x_t.source == "original"
+    """Whether each rank casts its own blocks of x_t, from x itself, and these are gathered.
+
+    Balanced tokens have other blocks on each rank, which has dy of its own features.
+    """
+    is_of_x = isinstance(recipe.x_t, Cast) and recipe.x_t.source == "original" and not recipe.balance_tokens
     return is_of_x and _has_whole_blocks(shape, sharding)
 
 
@@ -426,9 +430,9 @@ class _GatheredProduct(torch.autograd.Function):
         x_q = _gathered_rows(x, recipe.x, recipe, of_x, sharding)
         y = step.product(_copies.parts_of(x_q), bias, x.dtype)
         saved = NO_PARTS
-        if needs_dw and recipe.x_t == DEQUANTIZED:
+        if needs_dw and recipe.saved_input == "x":
             saved = _copies.parts_of(x_q)
-        elif needs_dw and recipe.save_input == "original":
+        elif needs_dw and recipe.saved_input == "original":
             saved = Parts(x)
         elif needs_dw and isinstance(recipe.x_t, Cast) and recipe.x_t.source == "original":
             saved = _own_columns(x, recipe.x_t, recipe, of_x, sharding)
@@ -454,8 +458,8 @@ class _GatheredProduct(torch.autograd.Function):
                 dx = step.input_gradient(dy, dy_q, weight)
                 dx = sharding.scatter_sum(dx.view(ctx.shape))
             if step.plan.needs[1]:
-                x_t = _gathered_input(step, dy.dtype, ctx.own_shape, sharding)
-                dw = step.weight_gradient(dy, dy_t, x_t)
+                operands = _gathered_operands(step, dy, dy_q, dy_t, ctx.own_shape, sharding)
+                dw = step.weight_gradient(dy, *operands)
                 if dw is None:
                     dw = functional.added(ctx.weight)
             db = step.bias_gradient(dy)
@@ -464,17 +468,19 @@ class _GatheredProduct(torch.autograd.Function):
         return None, None, dx, dw, db
 
 
-def _gathered_input(step: Step, dtype: torch.dtype, shape: torch.Size, sharding: Sharding) -> Parts:
-    """The right operand of wgrad, from the tensors that each rank saved of its x of this shape."""
+def _gathered_operands(
+    step: Step, dy: Tensor, dy_q: Parts, dy_t: Parts, shape: torch.Size, sharding: Sharding
+) -> tuple[Parts, Parts]:
+    """Step.operands_of_wgrad() with the tensors that each rank saved of its x of this shape."""
     recipe, saved = step.plan.recipe, step.x_t
     if isinstance(recipe.x_t, Cast) and _is_cast_by_ranks(recipe, shape, sharding):
         if recipe.save_input == "original":
             of_x = _copies.stream(step.state, OF_X, recipe.x, recipe.x_t)
             saved = _own_columns(_copies.not_cast(saved), recipe.x_t, recipe, of_x, sharding)
-        return _gathered_columns(saved, shape, recipe.x_t.bound, sharding)
-    if recipe.save_input == "original":
+        return dy_t, _gathered_columns(saved, shape, recipe.x_t.bound, sharding)
+    if recipe.saved_input == "original":
         saved = Parts(sharding.gather(_copies.not_cast(saved)).flatten(0, -2))
-    return step.input_of_wgrad(saved, dtype)
+    return step.operands_of_wgrad(dy, dy_q, dy_t, saved)
 
 
 def gathered_linear(

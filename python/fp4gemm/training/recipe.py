@@ -132,6 +132,13 @@ class Recipe:
             give it to each of its recipes, also to one that draws no random numbers.
         save_input: what a layer saves of x for wgrad: "quantized", the copy for wgrad, 0.5625 bytes an
             element, or "original", x itself, which suits an x that something else saves anyway.
+        balance_tokens: whether wgrad multiplies balanced tokens: before dy_t and x_t are cast, the row of dy
+            of each token is multiplied by c = 2 ** round(log2(max |x| / max |dy|) / 2) of its two rows, and
+            the row of x by 1 / c. dW is the same sum, and a token with a large x and a small dy no longer
+            takes precision from the tokens in its blocks. y and dx do not change. x.T is then cast in the
+            backward pass: from x (save_input "original"), or, if x_t has source "rowwise", from the copy for
+            fprop, which is saved in place of that for wgrad. :mod:`fp4gemm.training._balance` defines c for
+            rows of zeros and infinities.
         cache_weight: whether a layer keeps the copies of its weight from one call to the next while the
             weight is unchanged.
         batch_invariant: whether the kernel of fprop is selected without regard to the number of tokens, as
@@ -143,7 +150,8 @@ class Recipe:
             None beside a cast (other than x), hadamard in one operand of wgrad alone or outside of it,
             blocks of (16, 16) in an operand other than w and w_t, source "rowwise" or "dequantized" without
             a forward copy that is quantized, hadamard_signs without hadamard, batch_invariant where w is
-            None.
+            None, balance_tokens where dy_t is None, where x_t is cast in the forward pass, or where x_t has
+            source "rowwise" and x has scaling "tensor".
     """
 
     x: Cast | None = None
@@ -157,11 +165,14 @@ class Recipe:
     save_input: Literal["quantized", "original"] = "quantized"
     cache_weight: bool = True
     batch_invariant: bool = False
+    balance_tokens: bool = False
     # No fields, but derived, since each call of a layer reads them.
     is_plain = False  # whether no operand is quantized, so that a layer is torch's
     draws = False  # whether any cast is stochastic
     forward_casts = None  # type: Casts | None  # of x and x_t, where train_forward makes both
     backward_casts = None  # type: Casts | None  # of dy and dy_t, where train_backward does
+    # What a layer saves of x for wgrad: the copy for fprop, the copy for wgrad, or x itself.
+    saved_input = "x_t"  # type: Literal["x", "x_t", "original"]
 
     def __post_init__(self) -> None:
         for pair in _PAIRS:
@@ -190,10 +201,35 @@ class Recipe:
                 f"save_input: got 'original', must be 'quantized' with x_t {_shown(self.x_t)}, which needs "
                 "the forward copy alone"
             )
+        _checks.is_bool("balance_tokens", self.balance_tokens)
+        saved = "x_t" if isinstance(self.x_t, Cast) and self.save_input == "quantized" else "original"
+        if self.x_t == DEQUANTIZED or (self.balance_tokens and _source(self.x_t) == "rowwise"):
+            saved = "x"
+        object.__setattr__(self, "saved_input", saved)
+        if self.balance_tokens and self.dy_t is None:
+            raise ValueError(
+                "balance_tokens: got True, must be False where dy_t is None: the product is torch's then"
+            )
+        if self.balance_tokens and self.saved_input == "x_t":
+            raise ValueError(
+                "balance_tokens: got True, needs save_input 'original' or source 'rowwise' of x_t, since x.T "
+                "is cast in the backward pass, where dy is known"
+            )
+        if self.balance_tokens and self.saved_input == "x" and self.x is not None and self.x.scaling != "row":
+            raise ValueError(
+                f"balance_tokens: got True, needs scaling 'row' of x, got {self.x.scaling!r}, where x_t has "
+                "source 'rowwise': the copy that is saved must have the amax of each token"
+            )
         object.__setattr__(self, "is_plain", all(cast is None for cast in casts))
         object.__setattr__(self, "draws", any(isinstance(cast, Cast) and cast.stochastic for cast in casts))
         object.__setattr__(self, "forward_casts", _pair(self.x, self.x_t, self.hadamard_signs))
-        object.__setattr__(self, "backward_casts", _pair(self.dy, self.dy_t, self.hadamard_signs))
+        if not self.balance_tokens:
+            object.__setattr__(self, "backward_casts", _pair(self.dy, self.dy_t, self.hadamard_signs))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a pickle or a copy; that of an older version may lack fields and derived values."""
+        self.__dict__.update(state)
+        self.__post_init__()
 
     def for_inference(self) -> InferenceRecipe:
         """The recipe by which a layer for inference computes the bits of the forward pass of this one::

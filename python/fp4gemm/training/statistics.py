@@ -21,7 +21,7 @@ from ..containers.nvfp4 import NVFP4Tensor
 from ..layout import GROUP_COLUMNS
 from ..quantize import quantize
 from ..reference.hadamard import rotate
-from . import _copies, functional
+from . import _balance, _copies, functional
 from ._gathered import GatheredWeight
 from .linear import RecipeLayer
 from .recipe import OPERANDS, Cast, Recipe
@@ -142,7 +142,7 @@ class StatisticsRecorder:
                 self._record(name, "w", recipe.w, matrices, -1, recipe)
                 if needs_dx:
                     self._record(name, "w_t", recipe.w_t, matrices, 0, recipe)
-            if needs_dw:
+            if needs_dw and not recipe.balance_tokens:
                 self._record(name, "x_t", recipe.x_t, rows, 0, recipe, offs)
 
         def of_gradient(dy: Tensor) -> None:
@@ -150,8 +150,12 @@ class StatisticsRecorder:
             with torch.no_grad():
                 if needs_dx:
                     self._record(name, "dy", recipe.dy, dy, -1, recipe, offs)
+                c = None
+                if needs_dw and recipe.balance_tokens:
+                    c, inverse = _balance.token_scales(_balance.row_amax(rows), _balance.row_amax(dy))
+                    self._record(name, "x_t", recipe.x_t, rows, 0, recipe, offs, inverse)
                 if needs_dw:
-                    self._record(name, "dy_t", recipe.dy_t, dy, 0, recipe, offs)
+                    self._record(name, "dy_t", recipe.dy_t, dy, 0, recipe, offs, c)
 
         if y.requires_grad:
             y.register_hook(of_gradient)
@@ -165,7 +169,9 @@ class StatisticsRecorder:
         axis: int,
         recipe: Recipe,
         offs: Tensor | None = None,
+        token_scales: Tensor | None = None,
     ) -> None:
+        """Record one operand; token_scales float32 (m, 1), by which the rows are multiplied before it."""
         if operand not in self._operands or not isinstance(cast, Cast) or values.numel() == 0:
             return
         ends = offs
@@ -178,6 +184,8 @@ class StatisticsRecorder:
             if not isinstance(forward, Cast):
                 raise RuntimeError(f"{operand}: the recipe has no forward copy")
             source = _quantized(values, -1, forward, recipe, state, offs).dequantize(values.dtype)
+        if token_scales is not None:
+            source, values = (_balance.scaled(t, token_scales) for t in (source, values))
         copy = _quantized(source, axis, cast, recipe, state, ends)
         wanted = values.float() if axis == -1 else values.float().mT
         count: Tensor | int = wanted.numel()
