@@ -40,7 +40,8 @@ def _backward_only(recipe: Recipe) -> Recipe:
 
 
 # What each changes in a recipe; the last two change the model in place of the recipe. Some changes of nvidia
-# are presets: no_rht and no_sr, forward_only (bf16_backward) and backward_only (bf16_forward).
+# are presets: no_rht and no_sr, forward_only (bf16_backward) and backward_only (bf16_forward); and
+# per_token+wgrad_bf16 is per_token_wgrad_bf16.
 CHANGES: dict[str, Callable[[Recipe], Recipe]] = {
     "rht": _each(lambda cast: replace(cast, hadamard="fp32"), WGRAD),
     "no_rht": _each(lambda cast: replace(cast, hadamard=None)),
@@ -57,14 +58,19 @@ CHANGES: dict[str, Callable[[Recipe], Recipe]] = {
     "forward_only": _without(BACKWARD),
     "backward_only": _backward_only,
     "wgrad_bf16": _without(WGRAD),
+    "balanced": lambda recipe: replace(recipe, balance_tokens=True, save_input="original"),
+    "balanced_rowwise": lambda recipe: replace(
+        _each(lambda cast: replace(cast, source="rowwise"), ("x_t",))(recipe), balance_tokens=True
+    ),
     "last_bf16": lambda recipe: recipe,
     "outliers": lambda recipe: recipe,
 }
 VARIANTS = (
     *(f"nvidia+{change}" for change in ("last_bf16", "outliers")),
     *(f"per_token+{change}" for change in ("no_rht", "no_sr", "2d", "last_bf16", "outliers")),
-    *(f"per_token+{change}" for change in ("w_t_original", "forward_only", "backward_only", "wgrad_bf16")),
-    "per_token+wgrad_bf16+outliers",
+    *(f"per_token+{change}" for change in ("w_t_original", "forward_only", "backward_only", "balanced")),
+    "per_token+balanced+outliers",
+    "per_token_wgrad_bf16+outliers",
 )
 GROUPS = {
     "main": (BF16, "nvidia", "per_token"),

@@ -7,14 +7,26 @@ import json
 
 from ..measure import gradients, machine
 
-COLUMNS = (*gradients.ERRORS, "cosine", "least")
+# Of each table: its arms, its columns, and what measures a row.
+TABLES = {
+    "errors": (gradients.ARMS, (*gradients.ERRORS, "cosine", "least"), gradients.rows),
+    "tokens": (
+        gradients.TOKEN_ARMS,
+        tuple(name for kind in gradients.KINDS for name in (kind, f"{kind}_cosine")),
+        gradients.token_rows,
+    ),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of this command."""
     parser.add_argument(
-        "--arms", default=",".join(gradients.ARMS), help="of examples/train_moe.py, with commas"
+        "--table",
+        choices=tuple(TABLES),
+        default="errors",
+        help="errors: of y, dx and dW; tokens: of dW by kinds of tokens, outliers among them",
     )
+    parser.add_argument("--arms", help="of examples/train_moe.py, with commas; otherwise those of the table")
     parser.add_argument("--size", choices=("tiny", "small"), default="small", help="of examples/train_moe.py")
     parser.add_argument("--steps", type=int, default=40, help="of training in bf16 before it (40)")
     parser.add_argument("--device", default=None, help="cpu or cuda (cuda if there is a GPU)")
@@ -25,13 +37,15 @@ def run(args: argparse.Namespace) -> int:
     """Prints a line for each arm as soon as it is measured."""
     if args.steps < 0:
         raise ValueError(f"--steps: got {args.steps}, must be at least 0")
-    names = [name.strip() for name in args.arms.split(",")]
+    arms, columns, measure = TABLES[args.table]
+    names = list(arms) if args.arms is None else [name.strip() for name in args.arms.split(",")]
+    widths = {name: max(9, len(name) + 1) for name in columns}
     if not args.json:
-        print(f"{'arm':<34}" + "".join(f"{name:>9}" for name in COLUMNS))
-    for row in gradients.rows(names, args.size, args.steps, machine.device(args.device)):
+        print(f"{'arm':<34}" + "".join(f"{name:>{width}}" for name, width in widths.items()))
+    for row in measure(names, args.size, args.steps, machine.device(args.device)):
         if args.json:
             print(json.dumps(row), flush=True)
         else:
-            cells = "".join(f"{float(row[name]):>9.4f}" for name in COLUMNS)
+            cells = "".join(f"{float(row[name]):>{width}.4f}" for name, width in widths.items())
             print(f"{row['arm']:<34}{cells}", flush=True)
     return 0

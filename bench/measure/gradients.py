@@ -1,5 +1,7 @@
 """The errors of y, dx and dW of one training step by recipe, of the small model of examples/train_moe.py.
 
+:func:`rows` has the errors of all three, and :func:`token_rows` those of dW by kinds of tokens.
+
 The model is trained in bf16 for some steps first. Then every quantized layer gets the x, W and dy that the
 bf16 step gave it, so that the errors of its products are those of this recipe's casts alone; and the
 gradients of a whole step by the recipe are compared with those of bf16, on the same weights and the same
@@ -35,6 +37,21 @@ ARMS = (
     *("te_per_token", "te_per_token_rht", "te_per_token_sr", "te_per_token_rht_sr"),
 )
 
+# dW of each recipe as it is, balanced, without a rotation, and in bf16.
+TOKEN_ARMS = (
+    *("nvidia", "nvidia+balanced", "nvidia_no_rht", "nvidia_no_rht+balanced"),
+    *(f"per_token{changes}" for changes in ("", "+balanced", "+balanced_rowwise")),
+    *(f"per_token+no_rht{changes}" for changes in ("", "+balanced", "+balanced_rowwise")),
+    *("te_per_token", "te_per_token+balanced", "te_per_token_rht", "te_per_token_rht+balanced"),
+    "per_token_wgrad_bf16",
+)
+# Gaussian tokens, and changes of them: every 32nd token times 64 and its dy divided by 64, as the outliers of
+# examples/train_moe.py; every 256th token times 64 and its dy divided by 64 * 64; x of each token times the
+# exponential of a Gaussian number; then the tokens of the model, and these with the same outliers.
+OUTLIER_EVERY, OUTLIER_FACTOR = 32, 64.0
+KINDS = ("ordinary", "outliers", "massive", "lognormal", "model", "model_outliers")
+TOKENS, FEATURES = 1024, 256  # of the Gaussian tokens
+
 
 class Step(NamedTuple):
     """What one quantized layer got in a step of bf16, and what it computed."""
@@ -60,19 +77,9 @@ def rows(arms: Sequence[str], size: str, steps: int, device: torch.device) -> It
         steps: of training in bf16 before the step that is measured.
 
     Raises:
-        ValueError: an arm is unknown.
+        ValueError: an arm is unknown, or changes the model.
     """
-    sys.path.insert(0, str(ROOT / "examples"))
-    parts = ("arms", "corpus", "loop", "model")
-    arm_of, corpora, loop, model = (importlib.import_module(f"train_moe_{part}") for part in parts)
-    recipes = {name: arm_of.arm(name).recipe for name in arms}
-    corpus = corpora.load("bytes", CORPUS_BYTES, ROOT / "build" / "gradients" / "corpus.pt")
-    sizes = dataclasses.replace(model.SIZES[size], steps=steps + 1)
-    run = loop.Run(sizes, corpus, arm_of.arm("bf16"), 0, device, torch.float32)
-    for _ in range(steps):
-        run.step()
-    layers = model.quantized_layers(run.model)
-    captured = _captured(run, [layer for _, layer in layers])
+    recipes, run, layers, captured = _prepared(arms, size, steps, device)
     exact = run.gradients()
     for name, recipe in recipes.items():
         errors = [_errors(step, recipe) for step in captured]
@@ -83,6 +90,78 @@ def rows(arms: Sequence[str], size: str, steps: int, device: torch.device) -> It
         cosines = [float(_cosine(g, exact[key])) for key, g in run.gradients().items()]
         row: Row = {"arm": name, **dict(zip(ERRORS, means, strict=True))}
         yield row | {"cosine": sum(cosines) / len(cosines), "least": min(cosines)}
+
+
+def token_rows(arms: Sequence[str], size: str, steps: int, device: torch.device) -> Iterator[Row]:
+    """The errors of dW of each arm for the tokens of KINDS.
+
+    ``<kind>`` is the norm of the error over that of dW, and ``<kind>_cosine`` the cosine of dW and that of
+    bf16. Those of the model are averaged over its layers.
+
+    Args, Raises: as :func:`rows`.
+    """
+    recipes, _, _, captured = _prepared(arms, size, steps, device)
+    gaussian = {kind: [_gaussian(kind, device)] for kind in KINDS[:4]}
+    of_kinds = gaussian | {"model": captured, "model_outliers": [_with_outliers(step) for step in captured]}
+    for name, recipe in recipes.items():
+        row: Row = {"arm": name}
+        for kind, of_layers in of_kinds.items():
+            errors, cosines = [], []
+            for step in of_layers:
+                got, want = _results(*step[:4], recipe)[2], step.results[2]
+                errors.append(float((got - want).norm() / want.norm()))
+                cosines.append(float(_cosine(got, want)))
+            row |= {kind: sum(errors) / len(errors), f"{kind}_cosine": sum(cosines) / len(cosines)}
+        yield row
+
+
+def _gaussian(kind: str, device: torch.device) -> Step:
+    """A dense layer with the tokens of a kind."""
+    gen = torch.Generator().manual_seed(0)
+    x, dy = (torch.randn(TOKENS, FEATURES, generator=gen) for _ in range(2))
+    weight = torch.randn(FEATURES, FEATURES, generator=gen)
+    number = torch.arange(TOKENS).unsqueeze(1)
+    if kind == "outliers":
+        factor = torch.where(number % OUTLIER_EVERY == 0, OUTLIER_FACTOR, 1.0)
+        x, dy = x * factor, dy / factor
+    elif kind == "massive":
+        factor = torch.where(number % 256 == 0, 64.0, 1.0)
+        x, dy = x * factor, dy / factor.square()
+    elif kind == "lognormal":
+        x = x * torch.randn(TOKENS, 1, generator=gen).mul(2).exp()
+    x, dy, weight = x.to(device), dy.to(device), weight.to(device)
+    return Step(x, None, weight, dy, _results(x, None, weight, dy, PRESETS["bf16"]))
+
+
+def _with_outliers(step: Step) -> Step:
+    """The layer with outliers as add_outliers of examples/train_moe_model.py makes them; dW is the same."""
+    tokens = step.x.shape[:-1]
+    rows = torch.arange(tokens.numel(), device=step.x.device).view(*tokens, 1)
+    factor = torch.where(rows % OUTLIER_EVERY == 0, OUTLIER_FACTOR, 1.0)
+    return step._replace(x=step.x * factor, dy=step.dy / factor)
+
+
+def _prepared(
+    arms: Sequence[str], size: str, steps: int, device: torch.device
+) -> tuple[dict[str, Recipe], Any, list[tuple[str, Any]], list[Step]]:
+    """The recipes by name, the run after its steps in bf16, its layers, and what each gets in a step."""
+    sys.path.insert(0, str(ROOT / "examples"))
+    parts = ("arms", "corpus", "loop", "model")
+    arm_of, corpora, loop, model = (importlib.import_module(f"train_moe_{part}") for part in parts)
+    recipes = {}
+    for name in arms:
+        arm = arm_of.arm(name)
+        if arm.has_outliers or arm.is_last_bf16:
+            raise ValueError(f"--arms: {name!r} changes the model, must change the recipe alone")
+        recipes[name] = arm.recipe
+    corpus = corpora.load("bytes", CORPUS_BYTES, ROOT / "build" / "gradients" / "corpus.pt")
+    sizes = dataclasses.replace(model.SIZES[size], steps=steps + 1)
+    run = loop.Run(sizes, corpus, arm_of.arm("bf16"), 0, device, torch.float32)
+    for _ in range(steps):
+        run.step()
+    layers = model.quantized_layers(run.model)
+    captured = _captured(run, [layer for _, layer in layers])
+    return recipes, run, layers, captured
 
 
 def _captured(run: Any, layers: Sequence[Any]) -> list[Step]:

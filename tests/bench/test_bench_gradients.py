@@ -66,11 +66,36 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(row.split()) == len(head.split())
 
 
+@pytest.mark.usefixtures("_words")
+def test_errors_by_kinds_of_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+    arms = "bf16,per_token,per_token+balanced,per_token+balanced_rowwise,te_per_token,per_token_wgrad_bf16"
+    line = ["gradients", "--table", "tokens", "--size", "tiny", "--steps", "2", "--device", "cpu"]
+    assert main([*line, "--arms", arms, "--json"]) == 0
+    rows: dict[str, Any] = {}
+    for text in capsys.readouterr().out.splitlines():
+        row = json.loads(text)
+        rows[row.pop("arm")] = row
+    assert list(rows) == arms.split(",")
+    names = [*gradients.KINDS, *(f"{kind}_cosine" for kind in gradients.KINDS)]
+    assert all(sorted(row) == sorted(names) for row in rows.values())
+    bf16, plain, balanced, rowwise, nearest, wgrad_bf16 = rows.values()
+    assert all(row[kind] == 0 for row in (bf16, wgrad_bf16) for kind in gradients.KINDS)
+    assert plain["outliers"] > 2 * nearest["outliers"] > 5 * balanced["outliers"]
+    assert balanced["outliers"] == pytest.approx(balanced["ordinary"], rel=1e-3)
+    assert balanced["model_outliers"] == balanced["model"]
+    assert plain["massive"] > 3 * balanced["massive"]
+    assert balanced["ordinary"] < rowwise["ordinary"] < 0.2
+    assert balanced["lognormal"] < 0.5 * plain["lognormal"]
+    assert plain["outliers_cosine"] < 0.6 < 0.98 < balanced["outliers_cosine"] < 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
         (["--steps", "-1"], "--steps: got -1, must be at least 0"),
         (["--arms", "fp8"], "begins with 'fp8', must"),
+        (["--arms", "nvidia+outliers"], "'nvidia+outliers' changes the model, must change the recipe alone"),
+        (["--table", "loss"], "invalid choice: 'loss'"),
     ],
 )
 def test_wrong_arguments(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -84,5 +109,6 @@ def test_wrong_arguments(arguments: list[str], text: str, capsys: pytest.Capture
 def test_every_arm_is_known() -> None:
     import train_moe_arms
 
-    changes = [train_moe_arms.arm(name).recipe for name in gradients.ARMS]
-    assert len(set(changes)) == len(changes)
+    for arms in (gradients.ARMS, gradients.TOKEN_ARMS):
+        changes = [train_moe_arms.arm(name).recipe for name in arms]
+        assert len(set(changes)) == len(changes)
