@@ -71,7 +71,7 @@ def balancing_factors(x: Tensor, dy: Tensor) -> Tensor:
         elif a == 0 or b == 0:
             exponents.append(-126 if a == 0 else 126)
         else:
-            exponents.append(max(-126, min(126, round((math.log2(a) - math.log2(b)) / 2))))
+            exponents.append(max((e for e in range(-126, 127) if 2.0 ** (2 * e - 1) <= a / b), default=-126))
     return torch.tensor([2.0**e for e in exponents], dtype=torch.float64, device=x.device).view(-1, 1)
 
 

@@ -5,7 +5,7 @@
 A block of x.T or of dy.T has 16 tokens, which share a scale. A token whose x is much larger than that of the
 others takes their precision in x.T, even where its dy is small. With
 
-    c[t] = 2 ** round(log2(max |x[t]| / max |dy[t]|) / 2)
+    c[t] = 2 ** round(log2(max |x[t]| / max |dy[t]|) / 2)    (exactly: token_scales)
 
 both rows of a token have about the same amax, the geometric mean of the two, so that a token is large in the
 operands only if its share of dW is large. c is a power of two, so that both multiplications are exact except
@@ -32,14 +32,19 @@ def row_amax(x: Tensor) -> Tensor:
 def token_scales(x_amax: Tensor, dy_amax: Tensor) -> tuple[Tensor, Tensor]:
     """c and 1 / c, float32 (m, 1), of the amaxes of the rows of x and of dy, float32 (m,).
 
-    The quotient, its logarithm and the power are computed in float64, and the exponent is rounded to nearest,
-    half to even, so that c is the same on every device. The exponent is at least -126 and at most 126, so
-    that both results are normal numbers. Where one row of a token is zero, the other gets the factor
-    2**-126, since dW does not depend on it. c is 1 where both rows are zero, and where an amax is infinite.
+    c = 2**e, and e is the largest integer for which 2**(2 e - 1) is at most the quotient of the amaxes: half
+    of its logarithm, rounded to nearest, and up between two integers. It is taken from the exponent of the
+    quotient in float64, without a logarithm, so that c is the same on every device. e is at least -126 and at
+    most 126, so that both results are normal numbers. Where one row of a token is zero, the other gets the
+    factor 2**-126, since dW does not depend on it. c is 1 where both rows are zero, and where an amax is
+    infinite.
     """
-    exponent = (x_amax.double() / dy_amax).log2().div(2).round().nan_to_num(0.0).clamp(-126, 126)
-    is_finite = torch.maximum(x_amax, dy_amax) < math.inf
-    c = torch.where(is_finite, exponent, 0.0).exp2().float().unsqueeze(1)
+    quotient = x_amax.double() / dy_amax.double()
+    exponent = torch.frexp(quotient).exponent.div(2, rounding_mode="floor").clamp(-126, 126)
+    exponent = torch.where(x_amax == 0, -126, torch.where(dy_amax == 0, 126, exponent))
+    is_one = (torch.maximum(x_amax, dy_amax) == math.inf) | (x_amax + dy_amax == 0)
+    # exp2 of a GPU may be off by an ulp of float64, which the rounding to float32 removes.
+    c = torch.where(is_one, 0, exponent).double().exp2().float().unsqueeze(1)
     return c, c.reciprocal()
 
 
