@@ -25,6 +25,7 @@ STRUCTS: dict[str, type[ctypes.Structure]] = {
     "fp4gemm_gemm_args": capi.GemmArgs,
     "fp4gemm_route_args": capi.RouteArgs,
     "fp4gemm_combine_args": capi.CombineArgs,
+    "fp4gemm_cast": capi.Cast,
     "fp4gemm_expert_weights": capi.ExpertWeights,
     "fp4gemm_experts_args": capi.ExpertsArgs,
     "fp4gemm_architecture_info": capi.ArchitectureInfo,

@@ -58,7 +58,7 @@ add(
     Q, "calibration", "path", lambda: "calibration.safetensors", TYPE, "must be Statistics or a list of batch"
 )
 add(Q, "calibration", "bool", lambda: True, TYPE, "got True (bool), must be Statistics or a list of batches")
-for name in ("sequential", "inplace", "use_fast_accum"):
+for name in ("sequential", "inplace", "use_fast_accum", "batch_invariant"):
     for value in ("no", None, 0):
         add(Q, name, f"{value}", lambda value=value: value, TYPE, "must be True or False")
 add(Q, "recipe", "name", lambda: "nvidia", TYPE, "got 'nvidia' (str), must be an fp4gemm.recipe.Recipe")

@@ -195,8 +195,7 @@ def quantize_model(
         if calibration is not None and not isinstance(calibration, (Statistics, StatisticsFile)):
             calibration = Statistics(collected(model, calibration, chosen, recipe.method == "gptq"))
         swapper.all(chosen, calibration)
-    for c in chosen:
-        cast(Linear | Experts, c.swapped).batch_invariant = batch_invariant
+    _set_batch_invariant(chosen, batch_invariant)
     model = _placed(model, chosen, inplace)
     del chosen
     swaps = select.reports(candidates)
@@ -243,6 +242,11 @@ def _totals(model: torch.nn.Module) -> tuple[int, int, int]:
             num_quantized += module.in_features * module.out_features * max(module.num_matrices, 1)
             num_float += 0 if module.bias is None else module.bias.numel()
     return sum(t.nbytes for t in held.values()), num_float + num_quantized, num_quantized
+
+
+def _set_batch_invariant(chosen: list[Candidate], value: bool) -> None:
+    for c in chosen:
+        cast(Linear | Experts, c.swapped).batch_invariant = value
 
 
 def _replace(model: torch.nn.Module, chosen: list[Candidate]) -> None:

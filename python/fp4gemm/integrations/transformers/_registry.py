@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ...checkpoint.formats import SOURCES
-
 __all__ = ["MINIMUM", "register", "required", "unregister"]
 
 MINIMUM = (5, 8)  # the first transformers whose quantizers may rewrite how names are converted
-_METHODS = ("modelopt", "modelopt_fp4", "fp4gemm", *SOURCES)
+_METHODS = ("modelopt", "modelopt_fp4", "fp4gemm")
 _ABSENT = object()
 _saved: dict[str, Any] = {}  # what the tables held before, while fp4gemm is registered
 
@@ -42,15 +40,16 @@ def register() -> None:
         return
     from transformers.quantizers import auto
 
+    from ...checkpoint.formats import SOURCES
     from ._config import Fp4GemmConfig, compressed_tensors
     from ._quantizer import Fp4GemmQuantizer
 
     configs, quantizers = auto.AUTO_QUANTIZATION_CONFIG_MAPPING, auto.AUTO_QUANTIZER_MAPPING
-    taken = "compressed-tensors"
-    before = {name: configs.get(name, _ABSENT) for name in (*_METHODS, taken)}
+    own, taken = (*_METHODS, *SOURCES), "compressed-tensors"
+    before = {name: configs.get(name, _ABSENT) for name in (*own, taken)}
     _saved.update(configs=before, quantizer=quantizers.get("fp4gemm", _ABSENT))
     _saved["types"] = auto.LOADING_ATTRIBUTES_CONFIG_TYPES
-    configs.update(dict.fromkeys(_METHODS, Fp4GemmConfig))
+    configs.update(dict.fromkeys(own, Fp4GemmConfig))
     configs[taken] = compressed_tensors(before[taken])
     _saved["merge"] = auto.AutoHfQuantizer.__dict__["merge_quantization_configs"]
     auto.AutoHfQuantizer.merge_quantization_configs = classmethod(_merge)
@@ -77,6 +76,8 @@ def _merge(cls: Any, quantization_config: Any, quantization_config_from_args: An
 
     transformers looks up the class by the method alone, and then refuses an argument of another class.
     """
+    from ...checkpoint.formats import SOURCES
+
     given, method = quantization_config_from_args, None
     if isinstance(quantization_config, Mapping):
         method = quantization_config.get("quant_method")
