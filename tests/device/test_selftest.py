@@ -183,7 +183,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Fake]:
     monkeypatch.setattr(kernel_table, "architectures", lambda: (ARCHITECTURE,))
     monkeypatch.setattr(kernel_table, "kernels", lambda: TABLE)
     monkeypatch.setattr(support, "_cuda_gaps", lambda index: {})
-    monkeypatch.setattr(selftest, "_driver_version", lambda: "1.2.3")
+    monkeypatch.setattr(selftest, "driver_version", lambda: "1.2.3")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv(selftest.SWITCH, raising=False)
     forget()
@@ -251,7 +251,7 @@ def test_what_passed_is_kept(fake: Fake, tmp_path: Path, monkeypatch: pytest.Mon
     assert not fp4gemm.self_test(force=True).cached
     assert fake.runs == 2 * ran
     # Another driver, library or device is another result.
-    monkeypatch.setattr(selftest, "_driver_version", lambda: "1.2.4")
+    monkeypatch.setattr(selftest, "driver_version", lambda: "1.2.4")
     assert not fp4gemm.self_test().cached
     monkeypatch.setattr(selftest, "_libraries_hash", lambda: "0123")
     assert not fp4gemm.self_test().cached

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Protocol
 
-from . import cmake_dir, convert, include_dir, kernels, report, selftest, tune
+from . import cmake_dir, convert, doctor, include_dir, kernels, report, selftest, tune
 
 __all__ = ["COMMANDS", "main"]
 
@@ -27,6 +27,7 @@ COMMANDS: dict[str, Command] = {
     "report": report,
     "kernels": kernels,
     "selftest": selftest,
+    "doctor": doctor,
     "tune": tune,
     "convert": convert,
     "cmake-dir": cmake_dir,
@@ -38,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the subcommand that the arguments name, "report" without any; returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m fp4gemm",
-        description="Report on, test and tune this installation of fp4gemm; convert checkpoints.",
+        description="Report on, test, examine and tune this installation of fp4gemm; convert checkpoints.",
     )
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", help="report is the default")
     parsers = {}

@@ -26,7 +26,7 @@ from ..kernel_table import KernelInfo
 from . import quantizers
 from .problems import Problem, problems
 
-__all__ = ["KernelResult", "SelfTestReport", "self_test"]
+__all__ = ["KernelResult", "SelfTestReport", "Wanted", "driver_version", "self_test", "tested_device"]
 
 SWITCH = "FP4GEMM_SELF_TEST"
 
@@ -98,20 +98,13 @@ def self_test(device: torch.device | str | int | None = None, *, force: bool = F
         NotImplementedError: no kernel serves the device; the text says why.
     """
     _checks.is_bool("force", force)
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    target = _checks.as_device("device", device)
-    if target.type == "cpu":
+    place = tested_device(device)
+    if place.type == "cpu":
         return SelfTestReport("cpu", ())
-    index = target.index
-    if target.type == "cuda" and torch.cuda.is_available():
-        index = torch.cuda.current_device() if index is None else index
-    if target.type != "cuda" or index is None or index >= torch.cuda.device_count():
-        raise ValueError(f"device: got {str(target)!r}, must be the CPU or a CUDA device that torch sees")
+    index = place.index
     arch = kernel_table.kernel_arch(index)
     if arch is None:
         raise NotImplementedError(support.is_supported(torch.device("cuda", index)).reason)
-    place = torch.device("cuda", index)
     kernels = [kernel for kernel in kernel_table.kernels() if kernel.arch == arch]
     key = _key(index)
     about = _versions(), is_executed(index)
@@ -133,6 +126,25 @@ def self_test(device: torch.device | str | int | None = None, *, force: bool = F
     return report
 
 
+def tested_device(device: torch.device | str | int | None) -> torch.device:
+    """The CPU or a CUDA device with its index, for a device as :func:`self_test` accepts it.
+
+    Raises:
+        TypeError, ValueError: device does not name a device that torch sees.
+    """
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    target = _checks.as_device("device", device)
+    if target.type == "cpu":
+        return target
+    index = target.index
+    if target.type == "cuda" and torch.cuda.is_available():
+        index = torch.cuda.current_device() if index is None else index
+    if target.type != "cuda" or index is None or index >= torch.cuda.device_count():
+        raise ValueError(f"device: got {str(target)!r}, must be the CPU or a CUDA device that torch sees")
+    return torch.device("cuda", index)
+
+
 _PASSED: set[int] = set()  # CUDA indices
 _FAILED: dict[int, str] = {}
 _WARNED: set[int] = set()
@@ -140,22 +152,41 @@ _WARNED: set[int] = set()
 
 def compare(kernels: Iterable[KernelInfo], run: Runner) -> tuple[KernelResult, ...]:
     """Compare what ``run`` computes for every problem and kernel with the reference."""
-    made = problems()
-    wanted: dict[tuple[str, torch.dtype], Tensor] = {}
-    results = []
-    for kernel in kernels:
-        for problem in made:
-            key = problem.name, kernel.out_dtype
-            if problem.suits(kernel) and key not in wanted:
-                wanted[key] = problem.run(torch.device("cpu"), kernel.out_dtype, None)
-        results.append(_result(kernel, made, wanted, run))
-    return tuple(results)
+    wanted = Wanted()
+    return tuple(wanted.compare(kernel, run) for kernel in kernels)
 
 
-def compare_quantizers(device: torch.device) -> tuple[KernelResult, ...]:
-    """Compare the results of every call of :mod:`.quantizers` with those of the CPU."""
+class Wanted:
+    """The problems, and what the reference computes for them when it is asked for first."""
+
+    def __init__(self) -> None:
+        self._problems = problems()
+        self._results: dict[tuple[str, torch.dtype], Tensor] = {}
+
+    def compare(self, kernel: KernelInfo, run: Runner) -> KernelResult:
+        """Compare what ``run`` computes for every problem that a kernel supports with the reference."""
+        for problem in self._problems:
+            if not problem.suits(kernel):
+                continue
+            try:
+                got = run(kernel, problem)
+            except Exception as error:  # anything that a broken kernel or driver raises is a failed test
+                return KernelResult(kernel.name, False, f"{problem.name}: {type(error).__name__}: {error}")
+            if reason := _difference(problem.name, got, self._of(problem, kernel.out_dtype)):
+                return KernelResult(kernel.name, False, reason)
+        return KernelResult(kernel.name, True)
+
+    def _of(self, problem: Problem, dtype: torch.dtype) -> Tensor:
+        key = problem.name, dtype
+        if key not in self._results:
+            self._results[key] = problem.run(torch.device("cpu"), dtype, None)
+        return self._results[key]
+
+
+def compare_quantizers(device: torch.device, names: Iterable[str] | None = None) -> tuple[KernelResult, ...]:
+    """Compare the results of calls of :mod:`.quantizers`, all of them by default, with those of the CPU."""
     results = []
-    for name in quantizers.names():
+    for name in quantizers.names() if names is None else names:
         wanted = quantizers.run(name, torch.device("cpu"))
         try:
             found = quantizers.run(name, device)
@@ -183,25 +214,6 @@ def _difference(what: str, got: Tensor, want: Tensor) -> str:
         f"{what}: {count} of {differ.numel()} elements differ, the first, at {first}, is "
         f"{values[0]}, must be {values[1]}"
     )
-
-
-def _result(
-    kernel: KernelInfo,
-    made: list[Problem],
-    wanted: dict[tuple[str, torch.dtype], Tensor],
-    run: Runner,
-) -> KernelResult:
-    for problem in made:
-        if not problem.suits(kernel):
-            continue
-        want = wanted[problem.name, kernel.out_dtype]
-        try:
-            got = run(kernel, problem)
-        except Exception as error:  # anything that a broken kernel or driver raises is a failed test
-            return KernelResult(kernel.name, False, f"{problem.name}: {type(error).__name__}: {error}")
-        if reason := _difference(problem.name, got, want):
-            return KernelResult(kernel.name, False, reason)
-    return KernelResult(kernel.name, True)
 
 
 # ---- the run before the first product on a kind of device that the kernels were not executed on
@@ -268,7 +280,7 @@ def _versions() -> str:
     cuda, cutlass = core.fp4gemm_cuda_version(), _native.text(core.fp4gemm_cutlass_version())
     return (
         f"fp4gemm {_native.version()} of CUDA {cuda // 1000}.{cuda % 1000 // 10} and CUTLASS {cutlass}, "
-        f"torch {torch.__version__}, driver {_driver_version() or 'unknown'}"
+        f"torch {torch.__version__}, driver {driver_version() or 'unknown'}"
     )
 
 
@@ -278,7 +290,7 @@ def _key(index: int) -> dict[str, str]:
         "version": _native.version(),
         "libraries": _libraries_hash(),
         "device": torch.cuda.get_device_name(index),
-        "driver": _driver_version(),
+        "driver": driver_version(),
     }
 
 
@@ -291,7 +303,7 @@ def _libraries_hash() -> str:
 
 
 @functools.cache
-def _driver_version() -> str:
+def driver_version() -> str:
     """The version of NVIDIA's driver, for example "575.57.08", or "" if it is unknown."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
