@@ -130,6 +130,23 @@ wheel: $(STAMPS)/toolchain-test ## Build a wheel into dist/
 	@$(call pip_build,wheel --wheel-dir dist,test,$(ARCHS))
 
 # The wheel is that of `make wheel`, checked and renamed. RELEASE_PYTHONS names some Pythons in place of all.
+# pip takes the wheels for any glibc that a release of torch or CUDA names. The platform that Python reports names the wheel.
+AARCH64 := build/aarch64
+.PHONY: wheel-aarch64
+wheel-aarch64: $(STAMPS)/toolchain-test $(STAMPS)/release $(AARCH64)/wheels ## Build a wheel for 64-bit Arm on x86-64 into dist/
+	@command -v aarch64-linux-gnu-g++ >/dev/null || { echo "aarch64-linux-gnu-g++ was not found: apt install g++-aarch64-linux-gnu" >&2; exit 1; }
+	@$(call say,wheel for aarch64)
+	@rm -rf $(AARCH64)/dist && mkdir -p $(AARCH64)/dist
+	@export FP4GEMM_AARCH64_WHEELS=$(abspath $(AARCH64))/wheels _PYTHON_HOST_PLATFORM=linux-aarch64; \
+	  $(call pip_build,wheel --wheel-dir $(AARCH64)/dist --config-settings=cmake.define.CMAKE_TOOLCHAIN_FILE=$(abspath cpp/cmake/aarch64.cmake),aarch64,$(ARCHS))
+	@$(BIN)/python .ci/release.py manylinux $(AARCH64)/dist/*.whl dist
+
+$(AARCH64)/wheels: $(REQ)/aarch64.txt $(STAMPS)/build
+	@$(call say,$<)
+	@rm -rf $@ && $(INSTALL) --no-deps --only-binary :all: --target $@ --python-version 3.12 \
+	  $(foreach glibc,17 24 27 28 34 35,--platform manylinux_2_$(glibc)_aarch64) --platform manylinux2014_aarch64 -r $<
+	@touch $@
+
 .PHONY: release
 release: $(STAMPS)/toolchain-test $(STAMPS)/release ## Build the sdist and a manylinux wheel, and try them with every Python
 	@$(call say,release: versions)

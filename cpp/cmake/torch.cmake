@@ -7,8 +7,8 @@ set(FP4GEMM_TORCH_TARGET_VERSION 0x020b000000000000) # the oldest torch that may
 function(fp4gemm_find_torch)
   set(problem "")
   set(version "")
-  set(root "")
-  if(Python3_EXECUTABLE)
+  set(root "${FP4GEMM_TORCH_DIR}") # that of another processor: aarch64.cmake
+  if(Python3_EXECUTABLE AND NOT root)
     # Importing torch would need seconds; its path and version are enough.
     execute_process(
       COMMAND "${Python3_EXECUTABLE}" -c
