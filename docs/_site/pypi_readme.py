@@ -1,8 +1,8 @@
-"""The description of the package on PyPI: README.md with absolute links (tool.dynamic-metadata of pyproject.toml).
+"""The description of the package on PyPI: README.md with absolute links, as pyproject.toml asks for it.
 
-PyPI shows no file of the repository, so that a relative link leads nowhere there and a picture is missing. Links
-become absolute where FP4GEMM_REPOSITORY_URL has the address of the repository, as `.github/workflows/ci.yml` sets
-it; a build without it has README.md as it is.
+PyPI shows no file of the repository, so that a relative link leads nowhere there and a picture is missing.
+Links become absolute where FP4GEMM_REPOSITORY_URL has the address of the repository, as
+`.github/workflows/ci.yml` sets it; a build without it has README.md as it is.
 """
 
 from __future__ import annotations
