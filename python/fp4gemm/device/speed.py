@@ -11,15 +11,19 @@ from functools import partial
 
 import torch
 
+from ..containers.nvfp4 import NVFP4Tensor
+from ..containers.prepacked import PrepackedTensor, prepack
 from ..gemm import mm
 from ..grouped import grouped_mm
-from ..quantize import quantize
+from ..quantize import quantize, quantize_fp8
+from ..support import streams_prepacked
 from . import timing
 
 __all__ = ["CASES", "MOST_BYTES", "OURS", "measure"]
 
 MOST_BYTES = 4 * 2**30  # of device memory that a measurement needs at most
-OURS = ("fp4gemm", "per token", "per tensor")  # the contenders of this library
+W4A8 = "fp4gemm W4A8, fast"
+OURS = ("fp4gemm", W4A8, "per token", "per tensor")  # the contenders of this library
 N, K = 8192, 8192
 GROUPS, GROUP_N, GROUP_K = 16, 2048, 4096
 BF16, E4M3, E2M1 = torch.bfloat16, torch.float8_e4m3fn, torch.float4_e2m1fn_x2
@@ -36,13 +40,26 @@ def _random(device: torch.device, *shape: int) -> torch.Tensor:
     return torch.randn(shape, device=device, dtype=BF16)
 
 
+def _stored(weights: list[NVFP4Tensor], device: torch.device) -> list[NVFP4Tensor | PrepackedTensor]:
+    """The weights as layers on the device store them."""
+    return [prepack(w) if streams_prepacked(device) else w for w in weights]
+
+
+def _w4a8(multiply: Callable[..., object], weights: list[NVFP4Tensor], device: torch.device) -> Calls:
+    """The products of FP8 tokens, where the device has them."""
+    if not streams_prepacked(device, "fp8"):
+        return {}
+    return {W4A8: [partial(multiply, prepack(w, fp8=True), use_fast_accum=True) for w in weights]}
+
+
 def _dense(m: int, device: torch.device) -> Calls:
     """A product of m tokens, of NVFP4 and of what torch multiplies on this device."""
     x = _random(device, m, K)
     weights = [_random(device, N, K) for _ in range(_sets(N * K // 2, device))]
     a, nvfp4 = quantize(x), [quantize(w) for w in weights]
     calls: Calls = {
-        "fp4gemm": [partial(mm, a, w) for w in nvfp4],
+        "fp4gemm": [partial(mm, a, w) for w in _stored(nvfp4, device)],
+        **_w4a8(partial(mm, quantize_fp8(x)), nvfp4, device),
         "torch bf16": [partial(torch.mm, x, w.t()) for w in weights],
     }
     capability = torch.cuda.get_device_capability(device)
@@ -64,7 +81,8 @@ def _grouped(rows: int, device: torch.device) -> Calls:
     weights = [_random(device, GROUPS, GROUP_N, GROUP_K) for _ in range(_sets(stack_elems // 2, device))]
     a, nvfp4 = quantize(x, offs=offs), [quantize(w) for w in weights]
     return {
-        "fp4gemm": [partial(grouped_mm, a, w) for w in nvfp4],
+        "fp4gemm": [partial(grouped_mm, a, w) for w in _stored(nvfp4, device)],
+        **_w4a8(partial(grouped_mm, quantize_fp8(x, offs=offs)), nvfp4, device),
         "torch bf16": [partial(torch._grouped_mm, x, w.transpose(1, 2), offs=offs) for w in weights],
     }
 
