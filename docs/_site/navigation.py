@@ -11,7 +11,7 @@ from pathlib import Path
 from sphinx.application import Sphinx
 
 SECTIONS: dict[str, tuple[str, ...]] = {
-    "Start": ("docs/start", "docs/install"),
+    "Start": ("docs/start", "docs/install", "docs/upgrading"),
     "Guides": (
         "docs/which_format",
         "docs/moe",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import re
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -168,7 +167,7 @@ def layers() -> torch.nn.ModuleDict:
 
 BAD = {
     "re:(": "missing ), unterminated subpattern",
-    "(": "missing ), unterminated subpattern",
+    "(": "must be a name, with wildcards or without, or 're:' and a regular expression: 're:('",
     "re:": "must be a name, with wildcards or without, or 're:' and a regular expression",
 }
 
@@ -185,8 +184,6 @@ def test_a_pattern_that_is_none_names_the_argument(pattern: str, layers: Any, co
     }
     for name, call in calls.items():
         text = BAD[pattern]
-        if pattern == "(" and name in ("exclude ", "ignore"):  # where a text never was an expression
-            text = "must be a name, with wildcards or without, or 're:' and a regular expression: 're:('"
         begin = f"^{name.strip()}: got {re.escape(repr(pattern))}, must be "
         with pytest.raises(ValueError, match=begin) as error:
             call()
@@ -206,68 +203,18 @@ def test_a_value_that_is_no_pattern_names_the_argument(value: Any, layers: Any) 
             call()
 
 
-# ---- what patterns meant in older versions
+# ---- regular expressions without a mark
 
 
-def converted(layers: Any, pattern: Any) -> set[str]:
-    return set(training.convert_model(layers, "bf16", filter=pattern).names("converted"))
-
-
-@pytest.mark.parametrize(
-    ("pattern", "number"),
-    [("c$", 1), (r"layers\.[0-9]$", 10), ("(fc|9)", 3), ("ayers.1+", 3), ("f", 2), (".", 14), ("", 14)],
-)
-def test_regular_expressions_are_read_with_a_warning(layers: Any, pattern: str, number: int) -> None:
-    text = f"^filter: {re.escape(repr(pattern))} is read as a regular expression; write "
-    with pytest.warns(FutureWarning, match=text) as found:
-        assert len(converted(layers, pattern)) == number
-    assert found[0].filename == __file__
-    with pytest.warns(FutureWarning, match="^include: .* is read as a regular expression") as found:
+@pytest.mark.parametrize("pattern", ["c$", r"layers\.[0-9]$", "(fc|9)", "ayers.1+"])
+def test_a_regular_expression_needs_its_prefix(layers: Any, pattern: str) -> None:
+    wanted = re.escape(f"got {pattern!r}, must be ") + ".*" + re.escape(f": {'re:' + pattern!r}")
+    with pytest.raises(ValueError, match=f"^filter: {wanted}"):
+        training.convert_model(layers, "bf16", filter=pattern)
+    with pytest.raises(ValueError, match=f"^include: {wanted}"):
         fp4gemm.models.quantize_model(layers, include=pattern, inplace=False)
-    assert found[0].filename == __file__
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert len(converted(layers, re.compile(pattern))) == number
-        assert not pattern or len(converted(layers, f"re:{pattern}")) == number
-
-
-def test_a_name_that_matches_fewer_layers_than_before_warns(layers: Any) -> None:
-    text = (
-        r"^filter: 'layers.1' matches whole parts of 1 names, and not 'layers.10'; as the regular expression "
-    )
-    with pytest.warns(
-        FutureWarning, match=text + r"that it was in older versions it matched 3: write 're:layers\.1'"
-    ):
-        assert converted(layers, "layers.1") == {"layers.1"}
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert converted(layers, "layers.1*") == {"layers.1", "layers.10", "layers.11"}
-        assert converted(layers, ["layers.0", "fc2"]) == {"layers.0", "fc2"}
-
-
-def test_a_pattern_of_a_checkpoint_that_matches_more_than_before_warns() -> None:
-    names = ("layers.0.fc", "layers.1.fc", "vision.layers.0.fc")
-    shapes = {f"{name}.weight": ((64, 64), torch.bfloat16) for name in names}
-
-    def left(pattern: str) -> set[str]:
-        plan = Plan.of_shapes(shapes, {}, Options(exclude=pattern))
-        return set(names) - {matrix.module for one in plan.sets for matrix in one.matrices}
-
-    text = r"^exclude: 'layers\.0' matches 2 names, at any place, such as 'vision\.layers\.0\.fc'; "
-    with pytest.warns(FutureWarning, match=f"{text}in older versions it matched 1, at the start") as found:
-        assert left("layers.0") == {"layers.0.fc", "vision.layers.0.fc"}
-    assert found[0].filename == __file__
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert left(r"re:^layers\.0\.") == {"layers.0.fc"}
-        assert left("vision") == {"vision.layers.0.fc"}
-        assert left("*.0") == {"layers.0.fc", "vision.layers.0.fc"}
-
-
-def test_the_warning_counts_layers_and_names_the_line_of_the_user() -> None:
-    model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([torch.nn.Linear(64, 64)])})
-    model["vision"] = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([torch.nn.Linear(64, 64)])})
-    text = r"^include: 'layers\.0' matches 2 names, at any place, such as 'vision\.layers\.0'; "
-    with pytest.warns(FutureWarning, match=text) as found:
-        Plan.of_model(model, Options(include="layers.0"))
-    assert found[0].filename == __file__
+    chosen = [
+        set(training.convert_model(copy.deepcopy(layers), "bf16", filter=same).names("converted"))
+        for same in (re.compile(pattern), f"re:{pattern}")
+    ]
+    assert chosen[0] == chosen[1] != set()

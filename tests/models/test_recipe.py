@@ -6,7 +6,6 @@ import ast
 import dataclasses
 import inspect
 import typing
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,9 @@ import torch
 from fp4gemm import nn, recipe
 from fp4gemm.calibration import InputStatistics
 from fp4gemm.checkpoint import Options
-from fp4gemm.checkpoint.numerics import quantize_set
 from fp4gemm.integrations.serving.options import Options as ServingOptions
 from fp4gemm.recipe import Recipe
-from nn_helpers import float_linear, same_state
+from nn_helpers import float_linear
 
 ROOT = Path(__file__).resolve().parents[2]
 ENTRIES: dict[str, Callable[..., Any]] = {
@@ -43,7 +41,6 @@ OPEN = {
 }
 # Values of entry points that become one of the others, by the device or by the checkpoint of an engine.
 BY_CIRCUMSTANCE = {"auto", "checkpoint"}
-OLD_NAMES = {"activation_scaling", "weight_method", "scaling"}
 
 
 def values(annotation: Any) -> set[str]:
@@ -64,7 +61,6 @@ def test_keywords_have_the_values_and_defaults_of_the_recipe(name: str) -> None:
     wanted = typing.get_type_hints(Recipe)
     shared = set(parameters) & set(OPTIONS)
     assert shared >= {"activations"}
-    assert not OLD_NAMES & set(parameters)
     for option in shared:
         assert values(hints[option]) - BY_CIRCUMSTANCE <= values(wanted[option]), option
         default = parameters[option].default
@@ -137,144 +133,9 @@ def test_what_is_refused(given: dict[str, Any], message: str) -> None:
         Recipe(**given)
 
 
-OLD: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
-    "Linear": (
-        lambda: nn.Linear(64, 24, activation_scaling="none"),
-        lambda: nn.Linear(64, 24, activations="a16"),
-    ),
-    "Linear.from_float": (
-        lambda: nn.Linear.from_float(float_linear(), activation_scaling="tensor", weight_method="round"),
-        lambda: nn.Linear.from_float(float_linear(), activations="per-tensor", method="round"),
-    ),
-    "Options": (
-        lambda: Options(format="fp4gemm", scaling="tensor"),
-        lambda: Options(format="fp4gemm", weight_scaling="tensor"),
-    ),
-    "quantize_set": (
-        lambda: quantize_set(
-            {"w": torch.ones(8, 32)}, options=Recipe(weight_scaling="tensor"), format="modelopt"
-        ),
-        lambda: quantize_set(
-            {"w": torch.ones(8, 32)}, recipe=Recipe(weight_scaling="tensor"), format="modelopt"
-        ),
-    ),
-    "quantize_model": (
-        lambda: fp4gemm.models.quantize_model(float_linear(), activation_scaling="row"),
-        lambda: fp4gemm.models.quantize_model(float_linear(), activations="per-token"),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", OLD)
-def test_old_names_warn_and_mean_the_same(name: str) -> None:
-    old, new = OLD[name]
-    torch.manual_seed(0)
-    with pytest.warns(FutureWarning, match=rf"^{name}: .* now; 0\.2 removes the old name$") as caught:
-        made = old()
-    line = old.__code__.co_firstlineno
-    assert {(warning.filename, warning.lineno) for warning in caught} == {(__file__, line)}
-    torch.manual_seed(0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        wanted = new()
-    if isinstance(made, torch.nn.Module):
-        assert same_state(made, wanted)
-        assert made.activations == wanted.activations
-    elif isinstance(made, dict):
-        assert made.keys() == wanted.keys()
-        assert all(torch.equal(made[each].codes, wanted[each].codes) for each in made)
-    else:
-        assert made == wanted
-
-
-def test_old_attributes_warn() -> None:
-    with pytest.warns(FutureWarning, match=r"^Linear\.activation_scaling is activations now"):
-        assert nn.Linear(64, 24, activations="a16").activation_scaling == "none"
-    with pytest.warns(FutureWarning, match=r"^Experts\.activation_scaling is activations now"):
-        assert nn.Experts(4, 64, 32).activation_scaling == "row"
-    with pytest.warns(FutureWarning, match=r"^Options\.scaling is weight_scaling now"):
-        assert Options().scaling == "tensor"
-    with pytest.warns(FutureWarning, match=r"^Options\.weights is recipe now"):
-        assert Options().weights is not None
-
-
-def test_old_attributes_can_be_set() -> None:
-    layer = nn.Linear.from_float(float_linear(), activations="a16")
-    with pytest.warns(FutureWarning, match=r"^Linear\.activation_scaling is activations now") as caught:
-        layer.activation_scaling = "row"
-    assert caught[0].filename == __file__
-    assert layer.activations == "per-token"
-
-
-def test_compiled_code_may_read_an_old_attribute() -> None:
-    layer = nn.Linear.from_float(float_linear(), activations="a16")
-    x = torch.randn(3, layer.in_features)
-    compiled = torch.compile(
-        lambda x: layer(x) if layer.activation_scaling == "none" else x, backend="eager", fullgraph=True
-    )
-    assert torch.equal(compiled(x), layer(x))
-
-
-def test_a_layer_that_was_pickled_under_the_old_name() -> None:
-    layer = nn.Linear.from_float(float_linear(), activations="a16")
-    x = torch.randn(3, layer.in_features)
-    state = layer.__getstate__()
-    del state["activations"]
-    state["activation_scaling"] = "none"
-    loaded = nn.Linear.__new__(nn.Linear)
-    loaded.__setstate__(state)
-    assert loaded.activations == "a16"
-    assert torch.equal(loaded(x), layer(x))
-
-
-def test_the_old_name_in_the_transformers_config() -> None:
-    config = pytest.importorskip("fp4gemm.integrations.transformers").Fp4GemmConfig
-    old = {"quant_method": "fp4gemm", "activation_scaling": "none", "exclude": ["o_proj"]}
-    with pytest.warns(FutureWarning, match=r"^Fp4GemmConfig: activation_scaling='none' is activations='a16'"):
-        read = config.from_dict(old)
-    assert read.to_dict() == {"quant_method": "fp4gemm", "activations": "a16", "exclude": ["o_proj"]}
-    with pytest.warns(FutureWarning, match=r"^Fp4GemmConfig\.activation_scaling is activations now"):
-        assert read.activation_scaling == "none"
-    with pytest.warns(FutureWarning, match=r"^Fp4GemmConfig\.activation_scaling is activations now"):
-        assert config().activation_scaling is None
-
-
-@pytest.mark.parametrize("name", ["QuantizeReport", "calibrate", "quantize_model", "smooth"])
-def test_names_that_moved_out_of_nn_warn(name: str) -> None:
-    text = rf"^fp4gemm\.nn\.{name} is fp4gemm\.models\.{name} now; 0\.2 removes the old name$"
-    with pytest.warns(FutureWarning, match=text) as caught:
-        found = getattr(nn, name)
-    assert caught[0].filename == __file__
-    assert found is getattr(fp4gemm.models, name)
-
-
 def test_an_empty_value_is_no_default() -> None:
     with pytest.raises(ValueError, match=r"^weight_scaling: got '', must be 'row' or 'tensor'"):
         Options(weight_scaling="")
-
-
-def test_both_names_are_refused() -> None:
-    with pytest.raises(TypeError, match=r"^Linear: got activation_scaling and activations, must be one"):
-        nn.Linear(64, 24, activation_scaling="row", activations="a16")
-
-
-def test_old_names_of_serving(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FP4GEMM_SERVING_WEIGHT_METHOD", "round")
-    with pytest.warns(FutureWarning, match=r"^FP4GEMM_SERVING_WEIGHT_METHOD is FP4GEMM_SERVING_METHOD now"):
-        assert ServingOptions.read().method == "round"
-    monkeypatch.delenv("FP4GEMM_SERVING_WEIGHT_METHOD")
-    with pytest.warns(FutureWarning, match=r"^fp4gemm: weight_method='search' is method='search' now"):
-        assert ServingOptions.read({"weight_method": "search"}).method == "search"
-
-
-def test_the_old_class_of_weight_options() -> None:
-    from fp4gemm.checkpoint.numerics import WeightOptions
-
-    with pytest.warns(FutureWarning, match=r"WeightOptions is fp4gemm\.recipe\.Recipe now"):
-        made = WeightOptions("te")
-    assert made == Recipe(method="round", weight_scaling="tensor")
-    with pytest.warns(FutureWarning, match="WeightOptions"):
-        assert WeightOptions(four_over_six="mae") == Recipe(four_over_six="mae", weight_scaling="tensor")
 
 
 def test_the_values_of_layers_are_values_of_the_recipe() -> None:

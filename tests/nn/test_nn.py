@@ -147,13 +147,6 @@ def test_nn_is_listed_before_its_first_use() -> None:
     assert {"nn", "__version__", "quantize"} <= set(done.stdout.split())
 
 
-@pytest.mark.parametrize("name", fp4gemm.models.__all__)
-def test_names_that_moved_to_models_warn(name: str) -> None:
-    with pytest.warns(FutureWarning, match=rf"^fp4gemm\.nn\.{name} is fp4gemm\.models\.{name} now"):
-        assert getattr(nn, name) is getattr(fp4gemm.models, name)
-    assert name not in dir(nn)
-
-
 @pytest.mark.parametrize(
     "function",
     [nn.Linear.__init__, nn.Linear.from_float, nn.Linear.from_quantized, fp4gemm.models.quantize_model],

@@ -107,9 +107,8 @@ def circle(graph: Graph) -> list[str]:
     return next((found for found in (visit(module, []) for module in sorted(graph)) if found), [])
 
 
-# Public names of a lower package that a higher one defines, looked up when they are used: nn.MoE, and those
-# that moved from nn to models, until 0.2 removes them.
-EXCEPT = {("fp4gemm.nn", "fp4gemm.training"), ("fp4gemm.nn", "fp4gemm.models")}
+# A public name of a lower package that a higher one defines, looked up when it is used: nn.MoE.
+EXCEPT = {("fp4gemm.nn", "fp4gemm.training")}
 
 
 def rows(text: str) -> list[list[str]]:

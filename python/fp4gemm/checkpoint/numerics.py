@@ -26,22 +26,20 @@ weights in some loaders; here it gets what te gives. llm-compressor gives it G =
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
 
 from .. import _checks
-from .._renamed import REMOVED_IN, renamed
 from ..calibration.statistics import InputStatistics
 from ..quantize import quantize
-from ..recipe import USES_DATA, FourOverSix, Method, Numerics, Quantizer, Recipe, WeightScaling
+from ..recipe import USES_DATA, Numerics, Quantizer, Recipe
 from ..reference.chunks import fp32
 from ..reference.formats import encode_e4m3
 from .formats import FORMATS, FormatName, StoredWeight
 
-__all__ = ["Calibrated", "WeightOptions", "quantize_calibrated", "quantize_set"]
+__all__ = ["Calibrated", "quantize_calibrated", "quantize_set"]
 
 _CHUNK_ELEMS = 1 << 17  # elements that are quantized at a time, so that temporaries stay in a cache
 _HALVES = 1.5 * 2**22  # float32 numbers near this are 0.5 apart
@@ -55,28 +53,6 @@ class Calibrated:
     notes: tuple[str, ...] = ()
 
 
-def WeightOptions(  # the old name of a class
-    numerics: Numerics = "te",
-    scaling: WeightScaling = "tensor",
-    four_over_six: FourOverSix | None = None,
-    method: Method | None = None,
-) -> Recipe:
-    """The old name of :class:`fp4gemm.recipe.Recipe`, with the old defaults; it warns."""
-    warnings.warn(
-        f"checkpoint.numerics.WeightOptions is fp4gemm.recipe.Recipe now; {REMOVED_IN} removes the old name",
-        FutureWarning,
-        stacklevel=2,
-    )
-    is_plain = method is None and four_over_six in (None, "none")
-    return Recipe(
-        weight_scaling=scaling,
-        method="round" if is_plain else method,
-        four_over_six=four_over_six,
-        numerics=numerics,
-    )
-
-
-@renamed("options")
 def quantize_set(
     weights: Mapping[str, Tensor],
     recipe: Recipe | None = None,
@@ -116,7 +92,6 @@ def quantize_set(
     return {name: each.weight for name, each in made.items()}
 
 
-@renamed("options")
 def quantize_calibrated(
     weights: Mapping[str, Tensor],
     statistics: Mapping[str, InputStatistics],

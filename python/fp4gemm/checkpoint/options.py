@@ -12,7 +12,6 @@ from typing import Any, Literal, cast
 import torch
 
 from .. import _checks, _names, patterns
-from .._renamed import old_attribute, renamed
 from ..recipe import (
     STORED_ACTIVATIONS,
     FourOverSix,
@@ -100,8 +99,6 @@ class Options:
     four_over_six_error: Literal["exact", "fast"] = "exact"
     e4m3_max: Literal[448, 256] | None = None
     recipe: Recipe = field(init=False, repr=False)
-    scaling = old_attribute("scaling")
-    weights = old_attribute("weights")
 
     def __post_init__(self) -> None:
         _checks.is_one_of("format", self.format, tuple(FORMATS))
@@ -166,9 +163,6 @@ class Options:
         kept |= {"recipe": asdict(self.recipe), "calibration": about}
         plain: dict[str, Any] = json.loads(json.dumps(kept))
         return plain
-
-
-Options.__init__ = renamed("scaling")(Options.__init__)  # type: ignore[method-assign]
 
 
 def read_fused(path: Path) -> tuple[tuple[str, ...], ...]:

@@ -260,9 +260,6 @@ def _selected(
             "of the model"
         )
     modules = [name.removesuffix(".weight") for name in infos]
-    matrices = [module for module, info in zip(modules, infos.values(), strict=True) if len(info.shape) > 1]
-    for option in ("include", "exclude"):
-        patterns.warn_of_more(option, getattr(options, option), matrices)
     for (name, info), module in zip(infos.items(), modules, strict=True):
         included = [p for p in options.include if patterns.matches(p, module)]
         excluded = [p for p in options.exclude if patterns.matches(p, module)]

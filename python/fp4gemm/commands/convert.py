@@ -7,14 +7,12 @@ import json
 import re
 import sys
 import time
-from argparse import SUPPRESS
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import get_args
 
 from .. import _names
-from .._renamed import REMOVED_IN
 from ..checkpoint import CheckpointError, ConvertReport, Options, Translation, convert, plan_conversion
 from ..checkpoint.calibration import NUM_TOKENS, Text, read_calibration
 from ..checkpoint.formats import FORMATS, SOURCES
@@ -48,7 +46,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=get_args(WeightScaling),
         help="one amax for a tensor, or for each row (default and only with --format fp4gemm)",
     )
-    add("--scaling", action=_Scaling, dest="weight_scaling", choices=get_args(WeightScaling), help=SUPPRESS)
     add(
         "--method",
         choices=METHODS,
@@ -123,14 +120,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dry-run", action="store_true", help="only show what would be done")
     add("--report", type=Path, metavar="FILE", help="write a JSON file, with the error of each layer")
     add("--verify", action="store_true", help="read DST again and compare it with SRC")
-
-
-class _Scaling(argparse.Action):
-    """The old name of ``--weight-scaling``."""
-
-    def __call__(self, parser: object, namespace: argparse.Namespace, values: object, *_: object) -> None:
-        print(f"--scaling is --weight-scaling now; {REMOVED_IN} removes the old name", file=sys.stderr)
-        namespace.weight_scaling = values
 
 
 def run(options: argparse.Namespace) -> int:

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from .. import _changed, _checks
-from .._renamed import renamed
 from ..calibration.gptq import Factorization
 from ..calibration.statistics import InputStatistics, Statistics, StatisticsFile
 from ..nn._hooks import carry_over, materialized
@@ -49,7 +48,6 @@ Model = TypeVar("Model", bound=torch.nn.Module)
 MANY_OTHERS = 0.1  # a larger part of the model in weights that this library does not know is warned about
 
 
-@renamed("activation_scaling")
 def quantize_model(
     model: Model,
     *,

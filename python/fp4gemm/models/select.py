@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import re
+import sys
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from types import FrameType
 
 import torch
 from torch.nn.parameter import is_lazy
 
 from .. import _checks, _names, patterns
-from .._renamed import stacklevel
 from ..nn._hooks import hooks_of, materialized
 from ..nn._inputs import OUT_STEP, check_linear
 from ..nn.experts import Experts
@@ -76,8 +77,6 @@ def select(
     """Set action and reason of the candidates that the arguments or the defaults keep in float."""
     kept = kept_by_default(model)
     names = [name for c in candidates for name in c.names]
-    include = include and patterns.settled("include", include, names)
-    exclude = exclude and patterns.settled("exclude", exclude, names)
     used: dict[str, set[int]] = {"include": set(), "exclude": set()}  # the patterns that match some candidate
     for c in candidates:
         included, excluded = _matching(include, c), _matching(exclude, c)
@@ -102,7 +101,20 @@ def select(
             raise ValueError(f"{option}: matches {where}")
         if unused:
             shown = ", ".join(repr(p.pattern if isinstance(p, re.Pattern) else p) for p in unused)
-            warnings.warn(f"quantize_model: {option}: {shown} matches {where}", stacklevel=stacklevel())
+            warnings.warn(f"quantize_model: {option}: {shown} matches {where}", stacklevel=_stacklevel())
+
+
+def _stacklevel() -> int:
+    """The stacklevel with which a warning of the calling function names the line of the user's code."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and _is_own(frame):
+        level, frame = level + 1, frame.f_back
+    return level
+
+
+def _is_own(frame: FrameType) -> bool:
+    name: str = frame.f_globals.get("__name__", "")
+    return name.partition(".")[0] == __name__.partition(".")[0]
 
 
 def _type_of(linear: torch.nn.Module) -> type:

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from .. import _checks, support
 from .._refusals import REFUSALS, explained
-from .._renamed import old_attribute, renamed
 from ..activations import Activation, ActivationName, by_name, names
 from ..containers.nvfp4 import NVFP4Tensor
 from ..ops import operators
@@ -107,9 +106,7 @@ class Experts(Invariant, torch.nn.Module):
 
     w13: StackedWeight
     w2: StackedWeight
-    activation_scaling = old_attribute("activation_scaling")
 
-    @renamed("activation_scaling")
     def __init__(
         self,
         num_experts: int,
@@ -163,7 +160,6 @@ class Experts(Invariant, torch.nn.Module):
         self._activation = activation.number
 
     @classmethod
-    @renamed("activation_scaling", "weight_method")
     def from_float(
         cls,
         w13: Tensor,
@@ -239,7 +235,6 @@ class Experts(Invariant, torch.nn.Module):
             return made
 
     @classmethod
-    @renamed("activation_scaling")
     def from_quantized(
         cls,
         w13: NVFP4Tensor,

@@ -12,7 +12,6 @@ from torch.autograd.function import once_differentiable
 
 from .. import _checks, selection, support
 from .._refusals import REFUSALS, explained
-from .._renamed import new_attributes, old_attribute, renamed
 from ..activations import by_number
 from ..containers.decoded import DecodedTensor
 from ..containers.fp8 import FP8Tensor
@@ -145,9 +144,6 @@ class Linear(Invariant, WeightModule):
     # What the copy for input_gradient "quantized" was made of, and the copy.
     _transposed: tuple[tuple[Any, ...], OperandParts] | None = None
 
-    activation_scaling = old_attribute("activation_scaling")
-
-    @renamed("activation_scaling")
     def __init__(
         self,
         in_features: int,
@@ -178,7 +174,6 @@ class Linear(Invariant, WeightModule):
         self.use_fast_accum = use_fast_accum
 
     @classmethod
-    @renamed("activation_scaling", "weight_method")
     def from_float(
         cls,
         linear: torch.nn.Linear,
@@ -226,7 +221,6 @@ class Linear(Invariant, WeightModule):
         return layer.train(linear.training)
 
     @classmethod
-    @renamed("activation_scaling")
     def from_quantized(
         cls,
         weight: NVFP4Tensor,
@@ -479,9 +473,6 @@ class Linear(Invariant, WeightModule):
     def _epilogue(self) -> int:
         """The number of the activation in the epilogue; layers that have one override this."""
         return 0
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(new_attributes(state, "activation_scaling"))
 
     def extra_repr(self) -> str:
         finite = "" if self.check_finite == "off" else f", check_finite={self.check_finite!r}"

@@ -142,7 +142,6 @@ def convert_model(
         why = "left unless filter matches it"
         kept = {number: f"{reason}, {why}" for number, reason in kept_by_default(model).items()}
     else:
-        given = patterns.settled("filter", given, [name for _, names in found for name in names])
         kept = {id(m): "not matched by filter" for m, names in found if not _is_matched(given, m, names)}
         if len(kept) == len(found):
             raise ValueError(f"filter: matches none of the {len(found)} layers, such as {found[0][1][0]!r}")

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
 from ... import _checks, patterns
-from ..._renamed import REMOVED_IN, new_keywords, stacklevel
 from ...recipe import DATA_FREE, DataFree, TokenCast, checked_activations
 
 __all__ = ["PREFIX", "Options"]
@@ -17,7 +15,6 @@ __all__ = ["PREFIX", "Options"]
 PREFIX = "FP4GEMM_SERVING_"  # the prefix of the environment variables
 ActivationsKind = Literal["checkpoint", "auto", "per-token", "static", "fp8", "a16"]
 ActivationsOption = ActivationsKind | TokenCast
-_OLD = {"method": f"{PREFIX}WEIGHT_METHOD"}  # old names of environment variables
 _FALSE, _TRUE = ("0", "false", "off", "no"), ("1", "true", "on", "yes")
 
 
@@ -87,15 +84,9 @@ class Options:
         fields = {field.name: field for field in dataclasses.fields(cls)}
         values: dict[str, Any] = {}
         for name, field in fields.items():
-            text = os.environ.get(PREFIX + name.upper(), os.environ.get(_OLD.get(name, "")))
+            text = os.environ.get(PREFIX + name.upper())
             if text is None:
                 continue
-            if name in _OLD and _OLD[name] in os.environ:
-                warnings.warn(
-                    f"{_OLD[name]} is {PREFIX}{name.upper()} now; {REMOVED_IN} removes the old name",
-                    FutureWarning,
-                    stacklevel=stacklevel(),
-                )
             if isinstance(field.default, bool):
                 values[name] = _boolean(PREFIX + name.upper(), text)
             elif isinstance(field.default, tuple):
@@ -105,7 +96,6 @@ class Options:
         if overrides is not None:
             if not isinstance(overrides, Mapping):
                 raise TypeError(f"fp4gemm: got {_checks.describe(overrides)}, must be a mapping of options")
-            overrides = new_keywords("fp4gemm", overrides, ("weight_method",))
             for name in overrides:
                 if name not in fields:
                     raise ValueError(

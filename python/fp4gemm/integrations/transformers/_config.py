@@ -11,7 +11,6 @@ from typing import Any, Literal, cast, get_args
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ... import _checks, patterns
-from ..._renamed import old_attribute, renamed
 from ...calibration.statistics import StatisticsFile
 from ...checkpoint.formats import (
     FORMATS,
@@ -47,7 +46,6 @@ OPTIONS = (
     *("weight_scaling", "activations", "method", "calibration"),
     *("include", "exclude", "fuse", "use_fast_accum", "format", "recipe"),
 )
-OLD_OPTIONS = ("activation_scaling",)  # their old names
 OF_LOADING = ("activations", "fuse", "use_fast_accum")  # the options that a quantized checkpoint leaves open
 
 
@@ -91,9 +89,6 @@ class Fp4GemmConfig(QuantizationConfigMixin):
     rounded_gate: bool = False  # of the experts of a checkpoint
     fused: Mapping[str, int] | None = None  # how many blocks of each kind the model had fused that was saved
 
-    activation_scaling = old_attribute("activation_scaling")
-
-    @renamed(*OLD_OPTIONS)
     def __init__(
         self,
         *,
@@ -180,7 +175,7 @@ class Fp4GemmConfig(QuantizationConfigMixin):
         """
         options = dict(config_dict)
         method = options.pop("quant_method", None)
-        if method == "fp4gemm" and set(options) <= {*OPTIONS, *OLD_OPTIONS}:
+        if method == "fp4gemm" and set(options) <= set(OPTIONS):
             made = cls(**options)
         elif method in SOURCES:
             source = SOURCES[method]
@@ -344,7 +339,7 @@ def _patterns(name: str, value: object) -> list[str] | None:
     """A list of texts; no callables, since a config is written as JSON."""
     if value is None:
         return None
-    many = patterns.texts(name, value, is_strict=False)
+    many = patterns.texts(name, value)
     if not many:
         raise ValueError(f"{name}: got {_checks.describe(value)}, must have at least one pattern, or be None")
     return list(many)
