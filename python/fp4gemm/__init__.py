@@ -13,7 +13,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from . import _native, reference, selection
+from . import _native, epilogues, reference, selection
 from .containers import interop
 from .containers.decoded import DecodedTensor
 from .containers.fp8 import FP8Tensor
@@ -21,6 +21,7 @@ from .containers.mxfp8 import MXFP8Tensor, quantize_mxfp8
 from .containers.nvfp4 import NVFP4Tensor
 from .containers.prepacked import PrepackedTensor, prepack, unprepack
 from .device.selftest import self_test
+from .epilogues import epilogue
 from .experts import combine, route
 from .gemm import mm, scaled_mm
 from .grouped import grouped_mm, scaled_grouped_mm
@@ -74,6 +75,8 @@ __all__ = [
     "dequantize_parts",
     "dgrad",
     "distributed",
+    "epilogue",
+    "epilogues",
     "fprop",
     "grouped_mm",
     "interop",
