@@ -1,10 +1,11 @@
-"""Ten epilogues in Python, and what they do to a product: ``python examples/epilogues.py [--device cuda]``.
+"""Ten epilogues in Python (docs/epilogue.md), each compared with the reference, bit for bit.
 
-Each is one function (docs/epilogue.md). The example computes each product on the device that is present and
-compares it with the CPU, bit for bit.
+python examples/epilogues.py [--device cpu] [--show]
 """
 
 from __future__ import annotations
+
+import argparse
 
 import fp4gemm
 import torch
@@ -79,3 +80,19 @@ EXAMPLES = (
     *(rotation, fake_quantize, gelu_and_mul, squared_relu, layer_scale),
 )
 SCALARS = {"scale": 0.25, "keep": 0.9}  # those without a default
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Compare ten epilogues in Python with the reference.")
+    parser.add_argument("--device", help="for example cuda:1 (default: the CUDA device, else the CPU)")
+    parser.add_argument("--show", action="store_true", help="print the program of each epilogue")
+    options = parser.parse_args()
+    for epilogue in EXAMPLES:
+        scalars = {name: value for name, value in SCALARS.items() if name in epilogue.names("scalars")}
+        if options.show:
+            print(f"{epilogue}\n{epilogue.program}")
+        print(fp4gemm.check_epilogue(epilogue, options.device, scalars=scalars))
+
+
+if __name__ == "__main__":
+    main()

@@ -85,6 +85,13 @@ STABLE_TORCH_LIBRARY(fp4gemm, m) {
   m.def("gemm(" FP4GEMM_GEMM_SCHEMA ", ScalarType out_dtype=bfloat16) -> Tensor");
   m.def("gemm_out(" FP4GEMM_GEMM_SCHEMA ", *, Tensor(d!) out) -> ()");
 #undef FP4GEMM_GEMM_SCHEMA
+  // Implemented in Python on every device: a kernel is compiled for the program on a GPU.
+  m.def(
+      "gemm_epilogue(Tensor a, Tensor b, str program, Tensor[] inputs, float[] scalars, int[] aux_dtypes, "
+      "Tensor? scale_a=None, Tensor? scale_b=None, Tensor? offs=None, float alpha=1.0, "
+      "Tensor? alpha_groups=None, Tensor? alpha_row=None, Tensor? alpha_col=None, Tensor? bias=None, "
+      "Tensor? c=None, bool batch_invariant=False, bool use_fast_accum=False, int b_rows=0, "
+      "str? kernel_name=None, ScalarType out_dtype=bfloat16) -> Tensor[]");
   m.def(
       "linear(Tensor x, Tensor weight, Tensor? weight_scales, Tensor weight_amax, Tensor? bias=None, "
       "int weight_rows=0, int weight_e4m3_max=448, int scaling=1, int activation=0, Tensor? c=None, "

@@ -20,6 +20,7 @@ from .containers.fp8 import FP8Tensor
 from .containers.mxfp8 import MXFP8Tensor, quantize_mxfp8
 from .containers.nvfp4 import NVFP4Tensor
 from .containers.prepacked import PrepackedTensor, prepack, unprepack
+from .device.epilogues import check_epilogue
 from .device.selftest import self_test
 from .epilogues import epilogue
 from .experts import combine, route
@@ -66,6 +67,7 @@ __all__ = [
     "__version__",
     "calibrate",
     "calibration",
+    "check_epilogue",
     "checkpoint",
     "combine",
     "compiler",

@@ -9,9 +9,10 @@ from typing import Any, NamedTuple, TypedDict, TypeVar
 import torch
 from torch import Tensor
 
-from . import _checks, activations, selection, support
+from . import _checks, _epilogues, activations, selection, support
 from ._operands import Left, Operands, Right, chosen_kernel, of_containers
 from .activations import ActivationName
+from .epilogues import BoundEpilogue, Epilogue
 from .ops import gemm as gemm_ops
 from .ops import operators
 from .ops.gemm import GemmCall
@@ -37,6 +38,7 @@ class GemmTerms(TypedDict, total=False):
     batch_invariant: bool
     use_fast_accum: bool
     kernel: str | None
+    epilogue: BoundEpilogue | Epilogue | None
 
 
 class Terms(NamedTuple):
@@ -51,6 +53,7 @@ class Terms(NamedTuple):
     batch_invariant: bool = False
     use_fast_accum: bool = False
     kernel: str | None = None
+    epilogue: BoundEpilogue | Epilogue | None = None
 
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -108,7 +111,9 @@ def run(function: str, x: Operands, dtype: torch.dtype, terms: Terms) -> Tensor:
         support.ready_for(a, mode, formats)
     else:
         support.ready(a, mode)
-    bias, activation_name, c, beta, out_dtype, out, batch_invariant, use_fast_accum, kernel = terms
+    if terms.epilogue is not None:
+        return _epilogues.run(function, x, dtype, terms)
+    bias, activation_name, c, beta, out_dtype, out, batch_invariant, use_fast_accum, kernel, _ = terms
     n, is_gated = shape[-1], False
     more: dict[str, Any] = {"b_rows": x.b_rows, "out_dtype": dtype}
     if bias is not None:

@@ -62,12 +62,17 @@ def mm(a: Left, b: Right, **terms: Unpack[GemmTerms]) -> Tensor:
             cores, which have few bits; False adds them to float32 sums every 256 of k or oftener. The CPU
             gives the same bits for both.
         kernel: the name of a kernel from :func:`fp4gemm.kernels`; None selects one by the sizes.
+        epilogue: a function that :func:`fp4gemm.epilogue` has decorated, called with its arguments: D is what
+            it makes of acc, in place of the formula above. It says which of bias and c the product has;
+            activation, beta and out must be omitted. On the CPU alone.
 
     Returns:
-        out, or a new tensor on the device of a, written on its current stream. Does not synchronise.
+        out, or a new tensor on the device of a, written on its current stream. Does not synchronise. If the
+        epilogue has auxiliary outputs, (D, {name: tensor}).
 
     Raises:
-        TypeError: an argument has another Python type or dtype, or b is prepacked for other tokens than a.
+        TypeError: an argument has another Python type or dtype, or b is prepacked for other tokens than a; a
+            bias or c that the epilogue lacks, or one that it takes and that is not given.
         ValueError: k or n is no multiple of its step, or the two k differ; an argument has another shape,
             device, stride or alignment; an operand has groups (offs, see :func:`fp4gemm.grouped_mm`) or the
             operands different hadamard_signs; c overlaps out; an unknown activation or kernel; beta without
@@ -115,10 +120,11 @@ def scaled_mm(
         alpha: a finite Python number, rounded to float32.
         alpha_row: float32, (m,) with one for each row or (1,).
         alpha_col: float32, (n,) with one for each column or (1,).
-        bias, activation, c, beta, out_dtype, out, batch_invariant, use_fast_accum, kernel: as for :func:`mm`.
+        bias, activation, c, beta, out_dtype, out, batch_invariant, use_fast_accum, kernel, epilogue: as for
+            :func:`mm`.
 
     Returns:
-        out, or a new tensor on the device of a, written on its current stream. Does not synchronise.
+        As for :func:`mm`.
 
     Raises:
         TypeError: an argument has another Python type or dtype.

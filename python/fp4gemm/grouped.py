@@ -54,11 +54,14 @@ def grouped_mm(a: Left, b: Right, offs: Tensor | None = None, **terms: Unpack[Ge
             accumulates.
         out: of the shape of D, to write; unit stride along n, each row 16-byte aligned, and groups of rows
             one after the other.
+        epilogue: as for mm; its columns (n,) may be (g, n) with one for each group. With ragged k its rows
+            may be (g, m), and its matrices have the shape of D.
         batch_invariant: True selects the kernel by n, k and the number of groups alone, so that the bits of a
             token's row do not depend on the tokens beside it.
 
     Returns:
         out, or a new tensor on the device of a, written on its current stream. Does not synchronise on a GPU.
+        If the epilogue has auxiliary outputs, (D, {name: tensor}).
 
     Raises:
         TypeError: an argument has another Python type or dtype.
@@ -108,11 +111,11 @@ def scaled_grouped_mm(
         alpha: a finite Python number, rounded to float32, or a float32 tensor (g,).
         alpha_row: float32 (m,) or (1,); with ragged k also (g, m) or (g, 1).
         alpha_col: float32 (n,), (1,), (g, n) or (g, 1).
-        bias, activation, c, beta, out_dtype, out, batch_invariant, use_fast_accum, kernel: as for
+        bias, activation, c, beta, out_dtype, out, batch_invariant, use_fast_accum, kernel, epilogue: as for
             :func:`grouped_mm`.
 
     Returns:
-        out, or a new tensor on the device of a, written on its current stream. Does not synchronise on a GPU.
+        As for :func:`grouped_mm`.
 
     Raises:
         TypeError: an argument has another Python type or dtype.

@@ -26,7 +26,8 @@ needs_sphinx = pytest.mark.skipif(
     bool(MISSING), reason=f"requirements/docs.txt: {', '.join(MISSING)} not installed"
 )
 MODULES = (
-    *("", "calibration", "checkpoint", "compiler", "distributed", "models", "nn", "patterns", "ranks"),
+    *("", "calibration", "checkpoint", "compiler", "distributed", "epilogues", "models", "nn", "patterns"),
+    "ranks",
     *("recipe", "records", "training"),
 )
 

@@ -185,17 +185,22 @@ def test_decorator_arguments() -> None:
 def test_binding() -> None:
     f = examples.clamped_swiglu
     assert f(limit=3).scalars == [1.702, 3.0]
-    with pytest.raises(TypeError, match=r"clamped_swiglu\(\) got 'limits', must be bias, slope, limit"):
+    with pytest.raises(
+        TypeError,
+        match=r"limits: got 3 \(int\), must be omitted: .*clamped_swiglu are bias, slope, limit, aux_dtypes",
+    ):
         f(limits=3)
-    with pytest.raises(TypeError, match=r"limit is a torch.float32 tensor.*must be a Python number"):
+    with pytest.raises(TypeError, match=r"limit: got a torch.float32 tensor.*must be a Python number"):
         f(limit=torch.ones(1))
-    with pytest.raises(TypeError, match=r"row_gate\(\) lacks 'gate', must be a tensor"):
+    with pytest.raises(TypeError, match=r"gate: is not given, must be a torch\.Tensor for row_gate"):
         examples.row_gate()
-    with pytest.raises(TypeError, match=r"dropout\(\) lacks 'keep', must be a number"):
+    with pytest.raises(TypeError, match="keep: is not given, must be a Python number for dropout"):
         examples.dropout(mask=torch.ones(1))
-    with pytest.raises(TypeError, match=r"gate is .*, must be a torch.Tensor"):
+    with pytest.raises(TypeError, match=r"gate: got 1.0 \(float\), must be a torch.Tensor"):
         examples.row_gate(gate=1.0)
-    with pytest.raises(TypeError, match="names 'up', must name an auxiliary output"):
+    with pytest.raises(
+        TypeError, match="aux_dtypes: got 'up', must be an auxiliary output of squared_relu, which has pre"
+    ):
         examples.squared_relu(aux_dtypes={"up": torch.float32})
     with pytest.raises(TypeError, match=r"aux_dtypes\['pre'\]"):
         examples.squared_relu(aux_dtypes={"pre": torch.int8})

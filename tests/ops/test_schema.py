@@ -23,9 +23,11 @@ TYPES = {
     "Tensor | None": "Optional[Tensor]",
     "list[Tensor]": "List[Tensor]",
     "list[int]": "List[int]",
+    "list[float]": "List[float]",
     "bool": "bool",
     "int": "int",
     "float": "float",
+    "str": "str",
     "str | None": "Optional[str]",
     "torch.dtype": "int",  # torch's name for ScalarType
     "torch.dtype | None": "Optional[int]",

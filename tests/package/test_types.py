@@ -27,6 +27,7 @@ WRONG = {
     'fp4gemm.scaled_mm(x, x, x, x, activation="tanh")': "activation",
     'fp4gemm.wgrad(t, t, activation="tanh")': "activation",
     "fp4gemm.mm(t, t, biass=x)": "biass",
+    "fp4gemm.mm(t, t, epilogue=1)": "epilogue",
     'fp4gemm.nn.Linear(32, 8, weight_scaling="rows")': "weight_scaling",
 }
 RIGHT = """
@@ -41,6 +42,10 @@ h: int = t.size(0)
 i: fp4gemm.FP8Tensor = fp4gemm.quantize_fp8(x, offs=x)
 j: fp4gemm.FP8Tensor = fp4gemm.rms_norm_quantize_fp8(x, x)
 k: tuple[fp4gemm.FP8Tensor, torch.Tensor] = fp4gemm.rms_norm_quantize_fp8(x, residual=x)
+@fp4gemm.epilogue
+def scaled(acc: fp4gemm.epilogues.Value, x: fp4gemm.epilogues.Row, *, s: float) -> fp4gemm.epilogues.Value:
+    return fp4gemm.epilogues.where(acc > 0, 2.0 * acc * x + s, -acc)
+m: torch.Tensor = fp4gemm.mm(t, t, epilogue=scaled(x=x, s=1.0))
 """
 
 

@@ -125,6 +125,7 @@ TERMS: dict[str, Any] = {
     "batch_invariant": False,
     "use_fast_accum": False,
     "kernel": None,
+    "epilogue": None,
 }
 
 FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = {

@@ -9,6 +9,7 @@ import bad_calibration
 import bad_container
 import bad_conversion
 import bad_decoded
+import bad_epilogue
 import bad_experts
 import bad_fp8
 import bad_gemm
@@ -66,6 +67,7 @@ CASES = Cases(
         *bad_models.CASES,
         *bad_container.CASES,
         *bad_decoded.CASES,
+        *bad_epilogue.CASES,
         *bad_experts.CASES,
         *bad_fp8.CASES,
         *bad_stacks.CASES,

@@ -164,6 +164,7 @@ add_each(
 add_each(
     ALL, "kernel", "name", lambda: "slow", VALUE, "got 'slow', must be None or 'cpu_reference' on the CPU"
 )
+add_each(ALL, "epilogue", "type", lambda: abs, TYPE, "must be a function decorated by fp4gemm.epilogue")
 add_each(ALL, "out_dtype", "name", lambda: "float32", TYPE, "got 'float32' (str), must be torch.bfloat16")
 add_each(
     ALL, "out_dtype", "float8", lambda: torch.float8_e4m3fn, TYPE, "dtype is torch.float8_e4m3fn, must be"

@@ -26,7 +26,18 @@ from ..kernel_table import KernelInfo
 from . import quantizers
 from .problems import Problem, problems
 
-__all__ = ["KernelResult", "SelfTestReport", "Wanted", "driver_version", "self_test", "tested_device"]
+__all__ = [
+    "KernelResult",
+    "SelfTestReport",
+    "Wanted",
+    "described",
+    "device_to_test",
+    "difference",
+    "driver_version",
+    "self_test",
+    "tested_device",
+    "versions",
+]
 
 SWITCH = "FP4GEMM_SELF_TEST"
 
@@ -56,6 +67,7 @@ class SelfTestReport:
     cached: bool = False  # from an earlier run with the same library, device and driver
     versions: str = ""  # "fp4gemm 0.1.0 of CUDA 13.0 and CUTLASS 4.5.0, torch 2.11.0, driver 580.65.06"
     is_executed: bool = True  # whether the project has executed its kernels on such hardware
+    tested: str = "kernels and quantizers"
 
     @property
     def failures(self) -> tuple[KernelResult, ...]:
@@ -71,9 +83,9 @@ class SelfTestReport:
         count = len(self.results)
         if self.passed:
             when = " (an earlier run)" if self.cached else ""
-            found = f"all {count} kernels and quantizers equal the reference{when}"
+            found = f"all {count} {self.tested} equal the reference{when}"
         else:
-            found = f"{len(self.failures)} of {count} kernels and quantizers are wrong"
+            found = f"{len(self.failures)} of {count} {self.tested} are wrong"
         lines = [f"self-test on {self.device}: {found}"]
         lines += [f"  {result.name}: {result.reason}" for result in self.failures]
         lines += [f"  {self.versions}"] if self.versions else []
@@ -98,27 +110,25 @@ def self_test(device: torch.device | str | int | None = None, *, force: bool = F
         NotImplementedError: no kernel serves the device; the text says why.
     """
     _checks.is_bool("force", force)
-    place = tested_device(device)
+    place = device_to_test(device)
     if place.type == "cpu":
         return SelfTestReport("cpu", ())
     index = place.index
     arch = kernel_table.kernel_arch(index)
-    if arch is None:
-        raise NotImplementedError(support.is_supported(torch.device("cuda", index)).reason)
     kernels = [kernel for kernel in kernel_table.kernels() if kernel.arch == arch]
     key = _key(index)
-    about = _versions(), is_executed(index)
+    about = versions(), is_executed(index)
     if not force and _is_recorded(key):
         tested = [kernel.name for kernel in kernels] + quantizers.names()
         results = tuple(KernelResult(name, True) for name in tested)
         _PASSED.add(index)
-        return SelfTestReport(_described(index), results, True, *about)
+        return SelfTestReport(described(index), results, True, *about)
 
     def run(kernel: KernelInfo, problem: Problem) -> Tensor:
         return problem.run(place, kernel.out_dtype, kernel.name)
 
     results = compare_quantizers(place) + compare(kernels, run)
-    report = SelfTestReport(_described(index), results, False, *about)
+    report = SelfTestReport(described(index), results, False, *about)
     if report.passed:
         _record(key)
         _PASSED.add(index)
@@ -172,7 +182,7 @@ class Wanted:
                 got = run(kernel, problem)
             except Exception as error:  # anything that a broken kernel or driver raises is a failed test
                 return KernelResult(kernel.name, False, f"{problem.name}: {type(error).__name__}: {error}")
-            if reason := _difference(problem.name, got, self._of(problem, kernel.out_dtype)):
+            if reason := difference(problem.name, got, self._of(problem, kernel.out_dtype)):
                 return KernelResult(kernel.name, False, reason)
         return KernelResult(kernel.name, True)
 
@@ -194,7 +204,7 @@ def compare_quantizers(device: torch.device, names: Iterable[str] | None = None)
             results.append(KernelResult(name, False, f"{type(error).__name__}: {error}"))
             continue
         differences = (
-            _difference(f"result {i}", got, want)
+            difference(f"result {i}", got, want)
             for i, (got, want) in enumerate(zip(found, wanted, strict=True))
         )
         reason = next((text for text in differences if text), "")
@@ -202,7 +212,7 @@ def compare_quantizers(device: torch.device, names: Iterable[str] | None = None)
     return tuple(results)
 
 
-def _difference(what: str, got: Tensor, want: Tensor) -> str:
+def difference(what: str, got: Tensor, want: Tensor) -> str:
     """Where two tensors differ in their bits, or "" if they do not."""
     as_bytes = [x.contiguous().view(torch.uint8).view(-1, x.element_size()) for x in (got, want)]
     differ = (as_bytes[0] != as_bytes[1]).any(1)
@@ -259,7 +269,7 @@ def warn_untested(index: int) -> None:
         return
     _WARNED.add(index)
     warnings.warn(
-        f"{_described(index)}: fp4gemm has not been executed on such a device, and its self-test cannot run "
+        f"{described(index)}: fp4gemm has not been executed on such a device, and its self-test cannot run "
         f"while a graph is traced or captured; run fp4gemm.self_test('cuda:{index}') first, "
         f"or python -m fp4gemm selftest --device cuda:{index}",
         stacklevel=2,
@@ -269,12 +279,12 @@ def warn_untested(index: int) -> None:
 # ---- the record on disk
 
 
-def _described(index: int) -> str:
+def described(index: int) -> str:
     major, minor = torch.cuda.get_device_capability(index)
     return f"cuda:{index}: {torch.cuda.get_device_name(index)}, compute capability {major}.{minor}"
 
 
-def _versions() -> str:
+def versions() -> str:
     """What a report about this machine needs besides the device."""
     core = _native.core()
     cuda, cutlass = core.fp4gemm_cuda_version(), _native.text(core.fp4gemm_cutlass_version())

@@ -14,7 +14,7 @@ parameters (Row, Column, Group, Matrix) and the functions that it may call.
 
 from __future__ import annotations
 
-from .epilogue import BoundEpilogue, Epilogue, epilogue
+from .decorator import BoundEpilogue, Epilogue, epilogue
 from .functions import (
     abs,
     cast,

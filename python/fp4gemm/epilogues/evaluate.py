@@ -10,7 +10,7 @@ from torch import Tensor
 from .operations import OPERATIONS, Operation
 from .program import Program
 
-__all__ = ["evaluate", "split", "write"]
+__all__ = ["evaluate", "reader", "split", "write"]
 
 
 def evaluate(
@@ -36,6 +36,27 @@ def evaluate(
         else:
             values.append(torch.tensor(node.number, dtype=like.dtype, device=like.device))
     return [values[i] for i in program.outputs]
+
+
+def reader(program: Program, get: Callable[[str, int], Tensor]) -> Callable[[str, int], Tensor]:
+    """What :func:`evaluate` reads inputs by, of a function that returns them as a product has them.
+
+    Args:
+        program: the program.
+        get: returns acc (m, n), alpha (), row (m,) or (1,), col (n,) or (1,), bias (n,) and c of the shape of
+            D, and by their places rows (m,), columns (n,), groups (), matrices (m, n) and scalars (); with
+            pairs n/2 in place of n in columns and matrices.
+    """
+    counts = {"acc": 2, "col": 2, "bias": 2, "c": len(program.results)} if program.pairs else {}
+
+    def read(kind: str, place: int) -> Tensor:
+        if kind in counts:
+            x = get(kind, 0)
+            return x if x.shape[-1] == 1 else split(x, counts[kind])[place]
+        x = get(kind, place)
+        return x.view(-1, 1) if kind in ("row", "rows") else x
+
+    return read
 
 
 def split(x: Tensor, count: int) -> list[Tensor]:

@@ -110,7 +110,7 @@ class Program(NamedTuple):
 
     def count(self, kind: str) -> int:
         """How many of the user's inputs of a kind (rows, columns, groups, matrices, scalars) there are."""
-        return 1 + max((node.place for node in self.nodes if node.op == kind), default=-1)
+        return sum(node.op == kind for node in self.nodes)
 
     def takes(self, term: str) -> bool:
         """Whether the program reads a term: alpha, row, col, bias or c."""

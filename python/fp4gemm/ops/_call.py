@@ -27,6 +27,7 @@ class Operator(NamedTuple):
     fake: Callable[..., Any]  # the shapes, dtypes and strides of the results, without memory, for tracers
     compiled: Callable[..., Any] | None = None  # the CPU code if it is not the reference; same bits
     flops: Callable[..., int] | None = None  # what torch.utils.flop_counter counts
+    cuda: Callable[..., Any] | None = None  # for CUDA, if it is in Python and not in libfp4gemm_torch.so
 
     @property
     def cpu(self) -> Callable[..., Any]:

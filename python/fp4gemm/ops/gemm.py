@@ -19,7 +19,7 @@ from .. import _checks, activations, layout, support
 from .._checks import FLOAT_DTYPES, describe, has_dtype, has_shape, is_contiguous, listing, same_device
 from ..activations import Activation
 from ..reference.chunks import fp32, row_chunks
-from ..reference.epilogue import ALPHA, ALPHA_FP8, ALPHA_UNQUANTIZED, Epilogue
+from ..reference.epilogue import ALPHA, ALPHA_FP8, ALPHA_UNQUANTIZED, Epilogue, Terms
 from ..reference.fp8 import transposed
 from ..reference.gemm import Operand, Product, is_fp8, multiply, ragged_k, ragged_m
 from ..reference.nvfp4 import folded
@@ -339,14 +339,19 @@ def check_c(
 def _matrix(name: str, x: Tensor, shape: tuple[int, ...], device: torch.device, function: str) -> None:
     has_shape(name, x, shape)
     same_device(name, x, device, "the operands")
+    check_rows(name, x)
+    _checks.no_grad(name, x, function)
+
+
+def check_rows(name: str, x: Tensor) -> None:
+    """Raise unless the rows of (m, n) or (g, m, n) have unit stride, are aligned and equally far apart."""
     _checks.rows_are_aligned(name, x)
-    groups, rows = (1, shape[0]) if len(shape) == 2 else shape[:2]
+    groups, rows = (1, x.shape[0]) if x.dim() == 2 else x.shape[:2]
     if groups > 1 and rows > 0 and x.stride(0) != rows * x.stride(1):
         raise ValueError(
             f"{name}: stride between groups is {x.stride(0)}, must be {rows * x.stride(1)}, "
             f"{rows} rows of stride {x.stride(1)} (use .contiguous())"
         )
-    _checks.no_grad(name, x, function)
 
 
 def resolved_dtype(out_dtype: object, out: object) -> torch.dtype:
@@ -522,20 +527,8 @@ def _gemm_by(call: GemmCall, out: Tensor | None, product: Product) -> Tensor:
     """Return :func:`gemm`, or write it to out, with another implementation of :func:`multiply`."""
     if out is not None:
         _checks.has_dtype("out", _checks.is_tensor("out", out), _checks.FLOAT_DTYPES)
-    name, dtype = "fp4gemm.scaled_mm" if call.offs is None else "fp4gemm.scaled_grouped_mm", call.out_dtype
-    _checks.is_float_dtype("out_dtype", dtype)
-    _checks.is_bool("batch_invariant", call.batch_invariant)
-    _checks.fast_accum(call.use_fast_accum, call.a.dtype is FP8)
-    if call.kernel_name not in (None, _checks.CPU_KERNEL):
-        raise ValueError(
-            f"kernel_name: got {call.kernel_name!r}, must be None or {_checks.CPU_KERNEL!r} on the CPU"
-        )
-    call = checked_operands(_unprepacked(call))
-    shape = checked_shape(call, dtype)
-    device, offs, bias, c = call.a.device, call.offs, call.bias, call.c
-    alpha = check_alpha(call, name)
-    if bias is not None:
-        bias = check_bias(bias, shape[-1], device, name, None if offs is None else offs.shape[0])
+    call, shape, terms = checked(call)
+    name, dtype, device, c = function_of(call), call.out_dtype, call.a.device, call.c
     activation = activations.of_number(call.activation)
     if activation.is_gated:
         check_gated(activation, shape[-1], dtype, c, is_ragged_k(call))
@@ -549,16 +542,49 @@ def _gemm_by(call: GemmCall, out: Tensor | None, product: Product) -> Tensor:
         check_out(out, shape, None, device, name)
         if c is not None:
             _checks.no_overlap(c, out)
+    compute(out, call, terms._replace(activation=activation, c=c, beta=fp32(beta, device)), product)
+    return out
+
+
+def function_of(call: GemmCall) -> str:
+    """The public function that a call of raw tensors is named by in errors."""
+    return "fp4gemm.scaled_mm" if call.offs is None else "fp4gemm.scaled_grouped_mm"
+
+
+def checked(call: GemmCall) -> tuple[GemmCall, tuple[int, ...], Epilogue]:
+    """Check a call on the CPU, but for out, the activation and c.
+
+    Returns:
+        The call with codes and scales in place of a prepacked b, the shape of the accumulator, and the
+        factors and the bias.
+    """
+    name, dtype = function_of(call), call.out_dtype
+    _checks.is_float_dtype("out_dtype", dtype)
+    _checks.is_bool("batch_invariant", call.batch_invariant)
+    _checks.fast_accum(call.use_fast_accum, call.a.dtype is FP8)
+    if call.kernel_name not in (None, _checks.CPU_KERNEL):
+        raise ValueError(
+            f"kernel_name: got {call.kernel_name!r}, must be None or {_checks.CPU_KERNEL!r} on the CPU"
+        )
+    call = checked_operands(_unprepacked(call))
+    shape = checked_shape(call, dtype)
+    device, offs, bias = call.a.device, call.offs, call.bias
+    alpha = check_alpha(call, name)
+    if bias is not None:
+        bias = check_bias(bias, shape[-1], device, name, None if offs is None else offs.shape[0])
     scalar = fp32(alpha, device) if call.alpha_groups is None else call.alpha_groups
-    terms = Epilogue(scalar, call.alpha_row, call.alpha_col, bias, activation, c, fp32(beta, device))
+    return call, shape, Epilogue(scalar, call.alpha_row, call.alpha_col, bias)
+
+
+def compute(out: Tensor, call: GemmCall, terms: Terms, product: Product) -> None:
+    """Write the product of a call that was checked, dense or of groups, to out."""
     left, right = (call.a, call.scale_a), (call.b, call.scale_b)
-    if offs is None:
+    if call.offs is None:
         product(out, left, right, terms)
     elif is_ragged_k(call):
-        ragged_k(out, left, right, offs, terms, product)
+        ragged_k(out, left, right, call.offs, terms, product)
     else:
-        ragged_m(out, left, right, offs, terms, product)
-    return out
+        ragged_m(out, left, right, call.offs, terms, product)
 
 
 def _unprepacked(call: GemmCall) -> GemmCall:
@@ -598,16 +624,16 @@ def activate(z: Tensor, activation: int) -> Tensor:
 @accepts(GemmCall)
 def gemm_compiled(call: GemmCall) -> Tensor:
     """:func:`gemm`, whose right operand is decoded a part at a time."""
-    return _gemm_by(call, None, _multiply_compiled)
+    return _gemm_by(call, None, multiply_compiled)
 
 
 @_accepts_out
 def gemm_out_compiled(call: GemmCall, out: Tensor) -> None:
     """:func:`gemm_out`, whose right operand is decoded a part at a time."""
-    _gemm_by(call, out, _multiply_compiled)
+    _gemm_by(call, out, multiply_compiled)
 
 
-def _multiply_compiled(out: Tensor, a: Operand, b: Operand, terms: Epilogue) -> None:
+def multiply_compiled(out: Tensor, a: Operand, b: Operand, terms: Terms) -> None:
     """:func:`fp4gemm.reference.gemm.multiply`, the same sums of the same products in float64."""
     m, n = a[0].shape[0], b[0].shape[0]
     k = a[0].shape[1] * (1 if a[1] is None else 2)
@@ -621,8 +647,7 @@ def _multiply_compiled(out: Tensor, a: Operand, b: Operand, terms: Epilogue) -> 
         for first in range(0, n, step):
             last = min(first + step, n)
             acc[:, first:last] = torch.mm(left, _wide(b, first, last, fp8).t())
-        part = terms.rows(i, j)
-        out[i:j] = part.finished(part.scaled(acc))
+        terms.rows(i, j).write(out[i:j], acc)
 
 
 def _wide(operand: Operand, begin: int, end: int, fp8: bool = False) -> Tensor:
@@ -644,6 +669,13 @@ def _wide(operand: Operand, begin: int, end: int, fp8: bool = False) -> Tensor:
 
 @accepts(GemmCall)
 def gemm_fake(call: GemmCall) -> Tensor:
+    shape = fake_shape(call)
+    activation = activations.of_number(call.activation)
+    return call.a.new_empty((*shape[:-1], activation.width(shape[-1])), dtype=call.out_dtype)
+
+
+def fake_shape(call: GemmCall) -> tuple[int, ...]:
+    """The shape of the accumulator of a call of tensors without memory."""
     # What the call would be refused for with memory behind the tensors; one on meta brings the others here.
     _checks.same_device("b", call.b, call.a.device, "a")
     _checks.is_float_dtype("out_dtype", call.out_dtype)
@@ -657,8 +689,7 @@ def gemm_fake(call: GemmCall) -> Tensor:
     groups = call.offs.shape[0] if call.offs is not None and is_ragged_k(call) else None
     shape = product_shape(call.a.shape[0], k, n, k_b, groups, call.out_dtype)
     support.warn_untested(call.a)
-    activation = activations.of_number(call.activation)
-    return call.a.new_empty((*shape[:-1], activation.width(shape[-1])), dtype=call.out_dtype)
+    return shape
 
 
 @_accepts_out

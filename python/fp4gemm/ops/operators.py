@@ -1,6 +1,7 @@
 """The torch operators themselves: loads the native library and registers the implementations of the families.
 
-Schemas and CUDA kernels come from libfp4gemm_torch.so, built once against torch's stable ABI. The CPU
+Schemas and CUDA kernels come from libfp4gemm_torch.so, built once against torch's stable ABI; an operator may
+have its CUDA implementation in Python instead. The CPU
 implementation is the reference, or compiled code with the same bits; the fake ones give shapes and dtypes to
 torch.compile and torch.export.
 """
@@ -16,7 +17,7 @@ import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from .. import _native, reference
-from . import convert, fp8, moe, producers, ranks, train
+from . import convert, epilogue, fp8, moe, producers, ranks, train
 from . import gemm as gemm_ops
 from . import linear as linear_ops
 from . import quantize as quantize_ops
@@ -24,7 +25,7 @@ from ._call import Operator
 
 OPERATORS: dict[str, Operator] = {
     name: operator
-    for family in (gemm_ops, linear_ops, quantize_ops, fp8, producers, convert, moe, ranks, train)
+    for family in (gemm_ops, epilogue, linear_ops, quantize_ops, fp8, producers, convert, moe, ranks, train)
     for name, operator in family.OPERATORS.items()
 }
 
@@ -66,8 +67,11 @@ _tag_compiled_graphs()
 
 # Kept alive: deleting it would remove the registrations.
 _CPU = torch.library.Library("fp4gemm", "IMPL", "CPU")
+_CUDA = torch.library.Library("fp4gemm", "IMPL", "CUDA")
 for _name, _operator in OPERATORS.items():
     _CPU.impl(_name, _operator.cpu)
+    if _operator.cuda is not None:
+        _CUDA.impl(_name, _operator.cuda)
     torch.library.register_fake(f"fp4gemm::{_name}", _operator.fake)
     if _operator.flops is not None:
         register_flop_formula(getattr(torch.ops.fp4gemm, _name), get_raw=True)(_operator.flops)
@@ -87,6 +91,7 @@ dequantize = torch.ops.fp4gemm.dequantize.default
 experts = torch.ops.fp4gemm.experts.default
 gather_records = torch.ops.fp4gemm.gather_records.default
 gemm = torch.ops.fp4gemm.gemm.default
+gemm_epilogue = torch.ops.fp4gemm.gemm_epilogue.default
 gemm_out = torch.ops.fp4gemm.gemm_out.default
 linear = torch.ops.fp4gemm.linear.default
 make_records = torch.ops.fp4gemm.make_records.default

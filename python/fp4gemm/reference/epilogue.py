@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -21,6 +21,25 @@ ALPHA = {
 ALPHA_FP8 = {448: float.fromhex("0x1.bdd2b8p-21"), 256: float.fromhex("0x1.861862p-20")}
 # The exact bits of fl(1 / (6 * B_b)), the factor if a was not quantized.
 ALPHA_UNQUANTIZED = {448: float.fromhex("0x1.861862p-12"), 256: float.fromhex("0x1.555556p-11")}
+
+
+class Terms(Protocol):
+    """What a product calls with its accumulator: :class:`Epilogue`, or one in Python (:mod:`.generated`)."""
+
+    def group(self, g: int) -> Terms:
+        """The terms of group g of those that divide m, with matrices unchanged."""
+
+    def matrix(self, g: int) -> Terms:
+        """The terms of group g of those that divide k, with its matrices."""
+
+    def rows(self, i: int, j: int) -> Terms:
+        """The terms of rows i .. j-1."""
+
+    def write(self, out: Tensor, acc: Tensor) -> None:
+        """Write the result for an accumulator float32 (m, n) to out."""
+
+    def write_empty(self, out: Tensor, n: int) -> None:
+        """Write the result for an empty sum to out; the product has n columns."""
 
 
 class Epilogue(NamedTuple):
@@ -49,6 +68,19 @@ class Epilogue(NamedTuple):
         if row is not None and row.shape[0] != 1:
             row = row[i:j]
         return self._replace(row=row, c=None if self.c is None else self.c[i:j])
+
+    def matrix(self, g: int) -> Epilogue:
+        """Return the terms of group g with its matrix of c, for groups that divide k."""
+        own = self.group(g)
+        return own if own.c is None else own._replace(c=own.c[g])
+
+    def write(self, out: Tensor, acc: Tensor) -> None:
+        """Write the result for an accumulator (m, n) to out; c may be out itself."""
+        out[...] = self.finished(self.scaled(acc))
+
+    def write_empty(self, out: Tensor, n: int) -> None:
+        """Write the result for an empty sum to out; the product has n columns."""
+        out[...] = self.finished(torch.zeros((out.shape[0], n), dtype=torch.float32, device=out.device))
 
     def scaled(self, acc: Tensor) -> Tensor:
         """Return alpha * (col * (row * acc)), float32 (m, n)."""

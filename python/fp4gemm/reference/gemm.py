@@ -21,7 +21,7 @@ from .._checks import BLOCK
 from ..layout import unswizzle_scales
 from . import grouped
 from .chunks import row_chunks
-from .epilogue import Epilogue
+from .epilogue import Terms
 from .fp8 import transposed
 from .nvfp4 import decode, folded
 
@@ -30,10 +30,10 @@ __all__ = ["Operand", "Product", "is_fp8", "multiply", "ragged_k", "ragged_m"]
 # Codes and their swizzled scales, or values and None. Values in e4m3 are in the order of the kernels.
 Operand = tuple[Tensor, Tensor | None]
 # Writes the product of two operands to the first argument, finished by the epilogue.
-Product = Callable[[Tensor, Operand, Operand, Epilogue], None]
+Product = Callable[[Tensor, Operand, Operand, Terms], None]
 
 
-def multiply(out: Tensor, a: Operand, b: Operand, terms: Epilogue) -> None:
+def multiply(out: Tensor, a: Operand, b: Operand, terms: Terms) -> None:
     """Write the product of a (m, k) and b (n, k) to out; terms.c may be out itself."""
     fp8 = is_fp8(a)
     left, right = transposed(a[0]) if fp8 else _values(*a), _values(*b, fp8)
@@ -41,8 +41,7 @@ def multiply(out: Tensor, a: Operand, b: Operand, terms: Epilogue) -> None:
     wide_b = right.to(torch.float64).t()
     for i, j in row_chunks(m, max(n, k)):
         acc = torch.mm(left[i:j].to(torch.float64), wide_b).to(torch.float32)
-        part = terms.rows(i, j)
-        out[i:j] = part.finished(part.scaled(acc))
+        terms.rows(i, j).write(out[i:j], acc)
 
 
 def is_fp8(a: Operand) -> bool:
@@ -60,7 +59,7 @@ def _values(data: Tensor, scales: Tensor | None, fp8: bool = False) -> Tensor:
 
 
 def ragged_m(
-    out: Tensor, left: Operand, right: Operand, offs: Tensor, terms: Epilogue, product: Product
+    out: Tensor, left: Operand, right: Operand, offs: Tensor, terms: Terms, product: Product
 ) -> None:
     """Write the product of the rows of each group of a (m, k) and its matrix of b (g, n, k) to out (m, n)."""
     (a, scale_a), (b, scale_b) = left, right
@@ -73,17 +72,15 @@ def ragged_m(
 
 
 def ragged_k(
-    out: Tensor, left: Operand, right: Operand, offs: Tensor, terms: Epilogue, product: Product
+    out: Tensor, left: Operand, right: Operand, offs: Tensor, terms: Terms, product: Product
 ) -> None:
     """Write the product over the columns of each group of both operands to its matrix of out (g, m, n)."""
     a, scale_a = left
     k = a.shape[-1] * (1 if scale_a is None else 2)
     for g, (begin, end) in enumerate(grouped.of_columns(offs, k)):
-        own = terms.group(g)
-        if own.c is not None:
-            own = own._replace(c=own.c[g])
+        own = terms.matrix(g)
         if begin == end:
-            out[g] = own.finished(torch.zeros(out.shape[1:], dtype=torch.float32, device=a.device))
+            own.write_empty(out[g], right[0].shape[0])
         else:
             product(out[g], _columns(*left, begin, end), _columns(*right, begin, end), own)
 

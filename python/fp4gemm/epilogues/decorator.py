@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .. import _checks
 from . import derivative as derivatives
-from .evaluate import evaluate, split
+from .evaluate import evaluate, reader, split
 from .program import FACTORS, TERMS, VECTORS, Program
 from .trace import Addend, Column, Function, Group, Matrix, Row, Trace, Value, constant, fail
 
@@ -108,25 +108,18 @@ class BoundEpilogue(NamedTuple):
     def _reader(self, acc: Tensor, terms: Mapping[str, Tensor]) -> Callable[[str, int], Tensor]:
         """What evaluates inputs for a dense product; the tensors have the dtype of acc."""
         given = {**self.arguments, **terms}
-        program, by_kind = self.program, self.epilogue.by_kind
-        columns = 2 if program.pairs else 1
 
-        def read(kind: str, place: int) -> Tensor:
+        def get(kind: str, place: int) -> Tensor:
             if kind == _PRODUCT:
-                return split(acc, columns)[place]
+                return acc
             if kind == "scalars":
                 return torch.tensor(self.scalars[place], dtype=torch.float32).to(acc)
-            name = kind if kind in TERMS else by_kind[kind][place]
+            name = self.epilogue.name_of(kind, place)
             if name not in given:
                 raise TypeError(f"{name}: is missing, must be a tensor because {self.epilogue.name} takes it")
-            x = given[name].to(acc.dtype)
-            if kind in ("row", "rows"):
-                return x.view(-1, 1)
-            if kind in _OF_COLUMNS:
-                return split(x, columns if x.numel() > 1 else 1)[place if x.numel() > 1 else 0]
-            return split(x, len(program.results))[place] if kind == "c" else x
+            return given[name].to(acc.dtype)
 
-        return read
+        return reader(self.program, get)
 
 
 def _joined(values: list[Tensor], acc: Tensor) -> Tensor:
@@ -144,7 +137,7 @@ class Epilogue:
 
     Attributes:
         name: the name of the function.
-        program: its operations; ``print(f.program)`` shows them.
+        program: its operations; ``print(f.program)`` shows them. text: the same as a string.
         parameters: its parameters, in the order of its signature.
         aux: the names of its auxiliary outputs.
     """
@@ -156,9 +149,9 @@ class Epilogue:
         self._where = _place(function)
         self.parameters = _parameters(function, pairs, self._refuse)
         self.program, self.aux = _traced(function, self.parameters, pairs, self._refuse)
-        self.by_kind = {
-            kind: [p.name for p in self.parameters if p.kind == kind] for kind in (*VECTORS, "scalars")
-        }
+        self.text = str(self.program)
+        kinds = (*VECTORS, "scalars")
+        self._names = {kind: [p.name for p in self.parameters if p.kind == kind] for kind in kinds}
 
     def _refuse(self, text: str) -> NoReturn:
         fail(f"{self.name}: {text}", self._where)
@@ -168,9 +161,13 @@ class Epilogue:
         """The gradients with respect to the inputs, as a program; NotImplementedError if there are none."""
         return derivatives.derivative(self.program)
 
+    def names(self, kind: str) -> list[str]:
+        """The names of the parameters of a kind: rows, columns, groups, matrices or scalars."""
+        return self._names[kind]
+
     def name_of(self, kind: str, place: int) -> str:
         """The name of the parameter of an input."""
-        return self.by_kind[kind][place] if kind in self.by_kind else kind
+        return self._names[kind][place] if kind in self._names else kind
 
     def __call__(
         self, *, aux_dtypes: Mapping[str, torch.dtype] | None = None, **values: Any
@@ -191,21 +188,25 @@ class Epilogue:
         for p in self.parameters:
             if p.kind in ("bias", "c"):
                 if values.get(p.name) is not None:
-                    tensors[p.name] = self._tensor(p.name, values[p.name])
+                    tensors[p.name] = _checks.is_tensor(p.name, values[p.name])
                 values.pop(p.name, None)
             elif p.kind in VECTORS:
-                tensors[p.name] = self._tensor(p.name, self._given(p, values))
+                tensors[p.name] = _checks.is_tensor(p.name, self._given(p, values))
             elif p.kind == "scalars":
                 scalars.append(self._number(p.name, self._given(p, values)))
         if values:
-            name = next(iter(values))
+            name, value = next(iter(values.items()))
             known = [p.name for p in self.parameters if p.kind in (*VECTORS, "scalars", "bias", "c")]
-            raise TypeError(f"{self.name}() got {name!r}, must be {_checks.listing([*known, _DTYPES])}")
+            raise TypeError(
+                f"{name}: got {_checks.describe(value)}, must be omitted: the arguments of {self.name} are "
+                f"{', '.join([*known, _DTYPES])}"
+            )
         dtypes = dict(aux_dtypes or {})
         for name, dtype in dtypes.items():
             if name not in self.aux:
+                found = ", ".join(self.aux) or "none"
                 raise TypeError(
-                    f"{self.name}(): {_DTYPES} names {name!r}, must name an auxiliary output: {self.aux}"
+                    f"{_DTYPES}: got {name!r}, must be an auxiliary output of {self.name}, which has {found}"
                 )
             _checks.is_float_dtype(f"{_DTYPES}[{name!r}]", dtype)
         return BoundEpilogue(self, tensors, scalars, dtypes)
@@ -214,20 +215,15 @@ class Epilogue:
         if parameter.name in values:
             return values.pop(parameter.name)
         if parameter.default is None:
-            wanted = "a number" if parameter.kind == "scalars" else "a tensor"
-            raise TypeError(f"{self.name}() lacks {parameter.name!r}, must be {wanted}")
+            wanted = "a Python number" if parameter.kind == "scalars" else "a torch.Tensor"
+            raise TypeError(f"{parameter.name}: is not given, must be {wanted} for {self.name}")
         return parameter.default
-
-    def _tensor(self, name: str, value: object) -> Tensor:
-        if not isinstance(value, Tensor):
-            raise TypeError(f"{self.name}(): {name} is {_checks.describe(value)}, must be a torch.Tensor")
-        return value
 
     def _number(self, name: str, value: object) -> float:
         if isinstance(value, (bool, Tensor)) or not isinstance(value, (int, float, torch.SymFloat)):
             raise TypeError(
-                f"{self.name}(): {name} is {_checks.describe(value)}, must be a Python number; a tensor "
-                "needs a parameter that is annotated as fp4gemm.epilogues.Row, Column, Group or Matrix"
+                f"{name}: got {_checks.describe(value)}, must be a Python number; a tensor needs a parameter "
+                "that is annotated as fp4gemm.epilogues.Row, Column, Group or Matrix"
             )
         return float(value)
 
