@@ -15,7 +15,6 @@ from .ops import epilogue as epilogue_ops
 from .ops import gemm as gemm_ops
 from .ops import operators
 from .ops.epilogue import DTYPES, EpilogueCall
-from .ops.gemm import GemmCall
 
 if TYPE_CHECKING:
     from ._products import Terms
@@ -55,17 +54,11 @@ def run(function: str, x: Operands, dtype: torch.dtype, terms: Terms) -> Tensor:
     scalars = [
         gemm_ops.number(bound.epilogue.name_of("scalars", i), value) for i, value in enumerate(bound.scalars)
     ]
-    product = GemmCall(*x.leading())._replace(
-        bias=bias,
-        c=c,
-        batch_invariant=terms.batch_invariant,
-        use_fast_accum=terms.use_fast_accum,
-        b_rows=x.b_rows,
-        kernel_name=kernel,
-        out_dtype=dtype,
+    a, b, *factors = x.leading()
+    call = EpilogueCall(
+        *(a, b, bound.epilogue.text, inputs, scalars, [DTYPES.index(dtype) for dtype in aux]),
+        *(*factors, bias, c, terms.batch_invariant, terms.use_fast_accum, x.b_rows, kernel, dtype),
     )
-    numbers = [DTYPES.index(dtype) for dtype in aux]
-    call = EpilogueCall.of(product, bound.epilogue.text, inputs, scalars, numbers)
     d, *others = operators.gemm_epilogue(*call)
     if not others:
         return cast(Tensor, d)

@@ -98,7 +98,7 @@ def test_against_autograd(
     want = torch.autograd.grad(joined, [acc, *tensors.values()], grads)
 
     arguments: dict[str, Any] = {
-        name: float(x) if kinds[name] == "scalars" else x.detach()
+        name: float(x.detach()) if kinds[name] == "scalars" else x.detach()
         for name, x in tensors.items()
         if kinds[name] not in ("alpha", "row", "col")
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, NoReturn, overload
@@ -156,7 +157,7 @@ class Epilogue:
     def _refuse(self, text: str) -> NoReturn:
         fail(f"{self.name}: {text}", self._where)
 
-    @property
+    @functools.cached_property
     def derivative(self) -> derivatives.Derivative:
         """The gradients with respect to the inputs, as a program; NotImplementedError if there are none."""
         return derivatives.derivative(self.program)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -60,7 +59,6 @@ _RULES: dict[str, _Rule] = {
 }
 
 
-@functools.lru_cache(maxsize=1024)
 def derivative(program: Program) -> Derivative:
     """The derivative of an epilogue; NotImplementedError for an operation that has none."""
     trace = Trace()

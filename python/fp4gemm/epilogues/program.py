@@ -18,6 +18,8 @@ output, with as many values as D. The operator receives this text, and kernels a
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import functools
 import hashlib
 import math
@@ -67,13 +69,20 @@ class Node(NamedTuple):
         return f"{self.op}({', '.join(f'v{i}' for i in self.args)})"
 
 
-class Program(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Program:
     """The nodes of an epilogue, of which every one is used, and the numbers of those that are its outputs."""
 
     nodes: tuple[Node, ...]
     results: tuple[int, ...]  # the values of D for one element, or for one pair of columns
     aux: tuple[tuple[int, ...], ...] = ()  # for each auxiliary output as many values as results has
     pairs: bool = False
+    # How many inputs of each kind the program reads; those that it does not read are absent.
+    counts: dict[str, int] = dataclasses.field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        counts = collections.Counter(node.op for node in self.nodes if node.is_input)
+        object.__setattr__(self, "counts", dict(counts))
 
     @classmethod
     def of(
@@ -110,11 +119,11 @@ class Program(NamedTuple):
 
     def count(self, kind: str) -> int:
         """How many of the user's inputs of a kind (rows, columns, groups, matrices, scalars) there are."""
-        return sum(node.op == kind for node in self.nodes)
+        return self.counts.get(kind, 0)
 
     def takes(self, term: str) -> bool:
         """Whether the program reads a term: alpha, row, col, bias or c."""
-        return any(node.op == term for node in self.nodes)
+        return term in self.counts
 
     @property
     def applied(self) -> tuple[str, ...]:

@@ -137,7 +137,7 @@ def check_inputs(
 
 
 def _parsed(call: EpilogueCall) -> tuple[Program, list[torch.dtype]]:
-    """The program, and the dtypes of D and of the auxiliary outputs, which fit it."""
+    """The program of a call that has what it takes, and the dtypes of D and of the auxiliary outputs."""
     if not isinstance(call.program, str):
         raise TypeError(f"program: got {_checks.describe(call.program)}, must be the text of a program")
     program = parse(call.program)
@@ -150,6 +150,7 @@ def _parsed(call: EpilogueCall) -> tuple[Program, list[torch.dtype]]:
     for number in call.aux_dtypes:
         _checks.is_one_of("aux_dtypes", number, range(len(DTYPES)))
     _checks.is_float_dtype("out_dtype", call.out_dtype)
+    check_terms(program, "the program", call.bias, call.c, call.offs is not None)
     return program, [call.out_dtype, *(DTYPES[number] for number in call.aux_dtypes)]
 
 
@@ -188,7 +189,6 @@ def gemm_epilogue(call: EpilogueCall) -> list[Tensor]:
 
 def _by(call: EpilogueCall, product: Product) -> list[Tensor]:
     program, dtypes = _parsed(call)
-    check_terms(program, "the program", call.bias, call.c, call.offs is not None)
     plain, shape, terms = gemm_ops.checked(call.product())
     device, function = plain.a.device, gemm_ops.function_of(plain)
     inputs = check_inputs(program, _names(call), call.inputs, shape, dtypes, plain.offs, device, function)
@@ -219,6 +219,7 @@ def gemm_epilogue_compiled(call: EpilogueCall) -> list[Tensor]:
 
 @accepts(EpilogueCall)
 def gemm_epilogue_cuda(call: EpilogueCall) -> list[Tensor]:
+    """:func:`gemm_epilogue` on a GPU."""
     program, _ = _parsed(call)
     return run_on_cuda(call, program)
 
@@ -234,7 +235,6 @@ def run_on_cuda(call: EpilogueCall, program: Program) -> list[Tensor]:
 @accepts(EpilogueCall)
 def gemm_epilogue_fake(call: EpilogueCall) -> list[Tensor]:
     program, dtypes = _parsed(call)
-    check_terms(program, "the program", call.bias, call.c, call.offs is not None)
     *lead, n = gemm_ops.fake_shape(call.product())
     return [call.a.new_empty((*lead, program.width(n)), dtype=dtype) for dtype in dtypes]
 
