@@ -21,6 +21,7 @@ inline constexpr ActivationInfo kActivations[] = {
     {FP4GEMM_ACTIVATION_GELU, "gelu", false},
     {FP4GEMM_ACTIVATION_SWIGLU_OAI, "swiglu_oai", true},
     {FP4GEMM_ACTIVATION_GEGLU_TANH, "geglu_tanh", true},
+    {FP4GEMM_ACTIVATION_SWIGLU_LIMIT10, "swiglu_limit10", true},
 };
 
 inline constexpr int kNumActivations = sizeof(kActivations) / sizeof(ActivationInfo);

@@ -10,14 +10,17 @@ With fl(.) one fp32 operation rounded to nearest even, each of these steps being
     swiglu     = silu(z[2j]) * z[2j + 1]
     geglu_tanh = gelu_tanh(z[2j]) * z[2j + 1]
     swiglu_oai = g / (1 + e(1.702 g)) * (1 + min(max(z[2j + 1], -7), 7)),  g = min(z[2j], 7)
+    swiglu_limit10 = silu(min(z[2j], 10)) * min(max(z[2j + 1], -10), 10)
     gelu      = z / (1 + e(u)),  u = z * (g0 + s (g1 + ... + s g8)),  s = min(z * z, 30.25)
 
 gelu is 0.5 z (1 + erf(z / sqrt(2))) within 3e-7 max(1, |z|): u approximates log(Phi(z) / (1 - Phi(z))), with
 the normal distribution function Phi, up to |z| = 5.5, and grows linearly beyond.
 
 1.5957691 is 2 sqrt(2/pi) and 0.071354814 is 0.044715 times that: z / (1 + e^-u) = z/2 (1 + tanh(u/2)).
-swiglu_oai is the activation of GPT-OSS, with its alpha 1.702 and its limit 7. The clamp keeps n within
--126..126. A NaN stays a NaN.
+swiglu_oai is the activation of GPT-OSS, with its alpha 1.702 and its limit 7. swiglu_limit10 is that of the
+experts of DeepSeek-V4, with its limit 10 (``DeepseekV4Experts._apply_gate`` of transformers 5.19, and
+``SiluAndMulWithClamp`` of vLLM 0.32). An alpha or a limit with another value is another activation, and
+integrations refuse it by name. The clamp of e keeps n within -126..126. A NaN stays a NaN.
 
 An activation is one entry of :data:`ACTIVATIONS` and one function. Checks, error texts and the self-test read
 the table.
@@ -60,7 +63,9 @@ GELU = (  # g0 .. g8
 )
 
 # The names of the table, for type checkers, which cannot read it. A test compares the two.
-ActivationName = Literal["silu", "gelu_tanh", "relu2", "swiglu", "gelu", "swiglu_oai", "geglu_tanh"]
+ActivationName = Literal[
+    "silu", "gelu_tanh", "relu2", "swiglu", "gelu", "swiglu_oai", "geglu_tanh", "swiglu_limit10"
+]
 
 
 class Activation(NamedTuple):
@@ -133,6 +138,14 @@ def swiglu_oai_factor(z: Tensor) -> Tensor:
     return z.clamp(-7, 7) + 1
 
 
+def swiglu_limit10_gate(z: Tensor) -> Tensor:
+    return silu(z.clamp(max=10))
+
+
+def swiglu_limit10_factor(z: Tensor) -> Tensor:
+    return z.clamp(-10, 10)
+
+
 ACTIVATIONS = (
     Activation(0, None, identity),
     Activation(1, "silu", silu),
@@ -142,6 +155,7 @@ ACTIVATIONS = (
     Activation(5, "gelu", gelu),
     Activation(6, "swiglu_oai", swiglu_oai_gate, is_gated=True, factor=swiglu_oai_factor),
     Activation(7, "geglu_tanh", gelu_tanh, is_gated=True),
+    Activation(8, "swiglu_limit10", swiglu_limit10_gate, is_gated=True, factor=swiglu_limit10_factor),
 )
 by_name = {activation.name: activation for activation in ACTIVATIONS}
 by_number = {activation.number: activation for activation in ACTIVATIONS}

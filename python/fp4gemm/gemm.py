@@ -47,9 +47,9 @@ def mm(a: Left, b: Right, **terms: Unpack[GemmTerms]) -> Tensor:
         bias: (n,) bfloat16, float16 or float32, contiguous; widened to float32.
         activation: None, "silu", "gelu", "gelu_tanh" or "relu2" (max(z, 0)^2). Each consists of float32
             operations that round once (:mod:`fp4gemm.activations`), so every device gives the same bits.
-            "swiglu", "geglu_tanh" and "swiglu_oai" (GPT-OSS's) are gated: D[m, j] is (m, n/2), for "swiglu"
-            cast(silu(z[m, 2j]) * z[m, 2j + 1]), where gate and up are interleaved rows of b; n must be a
-            multiple of 16, the output bfloat16 or float16, and c None.
+            "swiglu", "geglu_tanh", "swiglu_oai" (GPT-OSS's) and "swiglu_limit10" (DeepSeek-V4's) are gated:
+            D is (m, n/2), and for "swiglu" D[m, j] is cast(silu(z[m, 2j]) * z[m, 2j + 1]), where gate and up
+            are interleaved rows of b; n must be a multiple of 16, the output bfloat16 or float16, and c None.
         c: (m, n) of the output type, with the strides that out may have. It may be out itself, which then
             accumulates; a c that overlaps out in another way is refused.
         beta: a finite Python number, the factor of c.

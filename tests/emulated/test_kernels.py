@@ -56,6 +56,7 @@ GATED = {
     "dense": lambda dtype: dense(130, 272, 544, dtype, FULL, "swiglu"),
     "dense-plain": lambda dtype: dense(1, 16, 32, dtype, PLAIN, "geglu_tanh"),
     "grouped": lambda dtype: grouped_ragged_m((5, 0, 130, 17), 144, 96, dtype, FULL, "swiglu_oai"),
+    "grouped-limit": lambda dtype: grouped_ragged_m((3, 0, 9), 144, 96, dtype, FULL, "swiglu_limit10"),
 }
 
 

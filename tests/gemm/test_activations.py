@@ -91,6 +91,20 @@ def test_swiglu_oai_is_that_of_gpt_oss(gen: torch.Generator) -> None:
     assert abs(fourth) <= 1e-30 or fourth == -math.inf
 
 
+def test_swiglu_limit10_is_that_of_deepseek_v4(gen: torch.Generator) -> None:
+    """Within 2e-6 of transformers' formula in float64: silu(gate) * up, both clamped by 10."""
+    z = torch.cat((torch.randn(200_000, generator=gen) * 4, torch.linspace(-14, 14, 100_000))).view(-1, 2)
+    gate, up = z.double()[:, 0].clamp(max=10), z.double()[:, 1].clamp(-10, 10)
+    want = torch.nn.functional.silu(gate) * up
+    got = reference.activate(z, GATED["swiglu_limit10"])[:, 0].double()
+    assert ((got - want).abs() <= 2e-6 * want.abs() + 1e-30).all()
+    special = torch.tensor([[math.nan, 1.0], [1.0, math.nan], [math.inf, math.inf], [math.inf, -math.inf]])
+    first, second, third, fourth = reference.activate(special, GATED["swiglu_limit10"])[:, 0].tolist()
+    assert math.isnan(first)
+    assert math.isnan(second)
+    assert third == -fourth == pytest.approx(100 / (1 + math.exp(-10)), rel=1e-6)
+
+
 def test_none_is_the_argument(device: torch.device, gen: torch.Generator) -> None:
     z = torch.randn(100, generator=gen).to(device)
     assert_bits(reference.activate(z, 0), z)

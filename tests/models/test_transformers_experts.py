@@ -62,6 +62,12 @@ UNDERSTOOD: dict[str, tuple[Callable[[], torch.nn.Module], str, str]] = {
         "swiglu_oai",
         "halves",
     ),
+    "limit": (
+        lambda: module("deepseek_v4", "DeepseekV4Experts", swiglu_limit=10.0),
+        "swiglu_limit10",
+        "halves",
+    ),
+    "limit-silu": (lambda: module("hy_v4", "HYV4Experts", swiglu_limit=10.0), "swiglu_limit10", "halves"),
     "gelu-tanh": (lambda: module("gemma4", "Gemma4TextExperts"), "geglu_tanh", "halves"),
 }
 
@@ -121,11 +127,11 @@ class Broken(torch.nn.Module):
 
 
 REFUSED: dict[str, tuple[Callable[[], torch.nn.Module], str]] = {
-    "limit": (
+    "limit-7": (
         lambda: module("deepseek_v4", "DeepseekV4Experts"),
         r"^its gate \(DeepseekV4Experts\._apply_gate, SiLUActivation\) is none of swiglu",
     ),
-    "limit-silu": (lambda: module("hy_v4", "HYV4Experts"), r"^its gate \(HYV4Experts\._apply_gate, "),
+    "limit-7-silu": (lambda: module("hy_v4", "HYV4Experts"), r"^its gate \(HYV4Experts\._apply_gate, "),
     "other-limit": (
         lambda: module("gpt_oss", "GptOssExperts", swiglu_limit=6.9),
         r"^its gate \(GptOssExperts",

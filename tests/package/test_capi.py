@@ -186,7 +186,12 @@ def test_activations_are_those_of_the_library() -> None:
     assert {row.name.decode(): row.activation for row in rows} == {
         name or "none": number for name, number in capi.ACTIVATIONS.items()
     }
-    assert [row.name for row in rows if row.is_gated] == [b"swiglu", b"swiglu_oai", b"geglu_tanh"]
+    assert [row.name for row in rows if row.is_gated] == [
+        b"swiglu",
+        b"swiglu_oai",
+        b"geglu_tanh",
+        b"swiglu_limit10",
+    ]
     for index in (-1, len(rows)):
         assert library.fp4gemm_activation_info(index, ctypes.byref(capi.ActivationInfo())) != capi.SUCCESS
 

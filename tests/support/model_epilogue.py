@@ -60,6 +60,10 @@ def activate(z: np.ndarray, name: str | None) -> np.ndarray:
             up = np.maximum(np.minimum(z[..., 1::2], F(7)), F(-7))
             up = up + F(1)
             return gate * up
+        if name == "swiglu_limit10":
+            gate = np.minimum(np.ascontiguousarray(z[..., 0::2]), F(10))
+            gate = gate / (F(1) + e(gate))
+            return gate * np.maximum(np.minimum(z[..., 1::2], F(10)), F(-10))
         if name == "relu2":
             r = np.where(z > 0, z, np.where(np.isnan(z), z, F(0))).astype(np.float32)
             return r * r

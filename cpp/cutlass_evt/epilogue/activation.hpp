@@ -20,12 +20,13 @@ enum class Activation : int {
   kGelu = 5,
   kSwiGluOai = 6,
   kGeGluTanh = 7,
+  kSwiGluLimit10 = 8,
   kCount  // the number of activations, not one of them
 };
 
 /// The names of the enumerators, in their order, as the C interface spells them.
-inline constexpr char const* kActivationNames[] = {"none",   "silu", "gelu_tanh",  "relu2",
-                                                   "swiglu", "gelu", "swiglu_oai", "geglu_tanh"};
+inline constexpr char const* kActivationNames[] = {
+    "none", "silu", "gelu_tanh", "relu2", "swiglu", "gelu", "swiglu_oai", "geglu_tanh", "swiglu_limit10"};
 static_assert(sizeof(kActivationNames) / sizeof(char const*) == static_cast<int>(Activation::kCount),
               "every activation needs a name");
 
@@ -185,6 +186,14 @@ struct Formula<Activation::kSwiGluOai> : Gated {
 template <>
 struct Formula<Activation::kGeGluTanh> : Gated {
   CUTLASS_HOST_DEVICE static float inner(float g) { return Formula<Activation::kGeluTanh>::inner(g); }
+};
+
+/// silu(min(gate, 10)) * clamp(up, -10, 10): the activation of DeepSeek-V4's experts. NaN stays NaN.
+template <>
+struct Formula<Activation::kSwiGluLimit10> : Gated {
+  CUTLASS_HOST_DEVICE static float gate(float z) { return z > 10.0f ? 10.0f : z; }
+  CUTLASS_HOST_DEVICE static float inner(float g) { return g; }
+  CUTLASS_HOST_DEVICE static float factor(float z) { return z > 10.0f ? 10.0f : z < -10.0f ? -10.0f : z; }
 };
 
 /// Calls visit(Formula<kind>{}) for one of the enumerators in kKinds. Every enumerator must have a Formula:

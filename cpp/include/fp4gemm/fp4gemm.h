@@ -468,9 +468,11 @@ typedef enum fp4gemm_activation {
   FP4GEMM_ACTIVATION_GELU = 5,
   /* Gated as FP4GEMM_ACTIVATION_SWIGLU, with z' = z[i,2j] and z" = z[i,2j+1].
    * SWIGLU_OAI, of GPT-OSS: g / (1 + e(1.702 g)) * (1 + min(max(z", -7), 7)), g = min(z', 7)
-   * GEGLU_TANH: gelu_tanh(z') * z" */
+   * GEGLU_TANH: gelu_tanh(z') * z"
+   * SWIGLU_LIMIT10, of DeepSeek-V4: silu(min(z', 10)) * min(max(z", -10), 10) */
   FP4GEMM_ACTIVATION_SWIGLU_OAI = 6,
-  FP4GEMM_ACTIVATION_GEGLU_TANH = 7
+  FP4GEMM_ACTIVATION_GEGLU_TANH = 7,
+  FP4GEMM_ACTIVATION_SWIGLU_LIMIT10 = 8
 } fp4gemm_activation_t;
 
 /* What the library knows of an activation, so that callers need no table of their own. */
