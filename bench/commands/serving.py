@@ -61,9 +61,12 @@ TINY = Model(
     Experts(8, 2, 64, 32),
 )
 TINY_M, TINY_QUICK_M = (1, 16, 64), (1, 16)
-# Models whose mixtures the plug-ins leave to the engine, with the reason.
-LEFT = dict.fromkeys(("gpt-oss-120b", "gpt-oss-20b"), "the experts have biases") | dict.fromkeys(
-    ("llama-4-maverick", "llama-4-scout"), "the router's weights multiply the input"
+# Models whose mixtures are not timed, with the reason.
+LEFT = dict.fromkeys(
+    ("gpt-oss-120b", "gpt-oss-20b"), "this command has no experts with biases, which the plug-ins serve"
+) | dict.fromkeys(
+    ("llama-4-maverick", "llama-4-scout"),
+    "the plug-ins leave it to the engine: the router's weights multiply the input",
 )
 # The largest difference of a token of W4A4 that passes, as a fraction of its norm: a sum that is rounded the
 # other way may change the amax of a row of the second product's input, and with it some of its codes. With
@@ -206,7 +209,7 @@ def _start(model: str, e: Experts, m: int) -> Row:
 def _experts(harness: Harness, model: str, e: Experts, m: int, begin: Row) -> Iterator[Row]:
     if model in LEFT:
         for name in (*OUR_NAMES.values(), *W4A8):
-            yield begin | {"contender": name, "absent": f"the plug-ins leave it to the engine: {LEFT[model]}"}
+            yield begin | {"contender": name, "absent": LEFT[model]}
         return
     weights = harness.keep("weights", e, lambda: _stacks(harness, e))
     made = Contest(begin, only=harness.only)

@@ -88,12 +88,20 @@ def test_experts_without_a_gate(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {row["contender"] for row in rows if "us" in row} == {*OURS, "torch bf16", *FP8}
 
 
-def test_mixtures_that_are_left_to_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serving, "TINY", Model("gpt-oss-20b", experts=Experts(4, 2, 64, 32)))
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        ("gpt-oss-20b", "this command has no experts with biases, which the plug-ins serve"),
+        (
+            "llama-4-scout",
+            "the plug-ins leave it to the engine: the router's weights multiply the input",
+        ),
+    ],
+)
+def test_mixtures_that_are_not_timed(monkeypatch: pytest.MonkeyPatch, model: str, reason: str) -> None:
+    monkeypatch.setattr(serving, "TINY", Model(model, experts=Experts(4, 2, 64, 32)))
     rows = run("serving", "--m", "1")
-    assert {row["contender"]: row["absent"] for row in rows} == dict.fromkeys(
-        OURS | W4A8, "the plug-ins leave it to the engine: the experts have biases"
-    )
+    assert {row["contender"]: row["absent"] for row in rows} == dict.fromkeys(OURS | W4A8, reason)
 
 
 def test_a_wrong_result_is_refused(small: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,6 +36,7 @@ VLLM: dict[str, dict[str, tuple[str, ...]]] = {
         "QuantizeMethodBase.process_weights_after_loading": ("layer",),
         "QuantizationConfig.get_quant_method": ("layer", "prefix"),
         "QuantizationConfig.from_config": ("config",),
+        "QuantizationConfig.apply_vllm_mapper": ("hf_to_vllm_mapper",),
     },
     f"{_QUANTIZATION}/modelopt.py": {
         "ModelOptQuantConfigBase.is_layer_excluded": ("prefix",),
@@ -50,6 +51,14 @@ VLLM: dict[str, dict[str, tuple[str, ...]]] = {
         "CompressedTensorsConfig.get_scheme_dict": ("layer", "layer_name"),
         "CompressedTensorsConfig._is_nvfp4_format": ("quant_args",),
         "CompressedTensorsConfig._add_fused_moe_to_target_scheme_map": (),
+    },
+    f"{_QUANTIZATION}/mxfp4.py": {
+        "GptOssMxfp4Config.get_name": (),
+        "Mxfp4Config.get_quant_method": ("layer", "prefix"),
+    },
+    "vllm/model_executor/models/gpt_oss.py": {
+        "GptOssModel.load_weights": ("weights",),
+        "GptOssRoutedExperts.weight_loader": ("param", "loaded_weight", "shard_id", "expert_id"),
     },
     "vllm/model_executor/layers/linear.py": {
         "register_weight_loader_v2_supported_method": ("cls",),
@@ -110,6 +119,10 @@ SGLANG: dict[str, dict[str, tuple[str, ...]]] = {
         "CompressedTensorsConfig._is_fp4a4_nvfp4": ("weight_quant", "input_quant"),
         "CompressedTensorsConfig._is_fp4a16_nvfp4": ("weight_quant", "input_quant"),
         "CompressedTensorsConfig._add_fused_moe_to_target_scheme_map": (),
+    },
+    f"{_SGLANG}/quantization/mxfp4.py": {
+        "Mxfp4Config.from_config": ("config",),
+        "Mxfp4Config.get_quant_method": ("layer", "prefix"),
     },
     f"{_SGLANG}/quantization/utils.py": {"is_layer_skipped": ("prefix", "ignored_layers", "fused_mapping")},
     f"{_SGLANG}/quantization/base_config.py": {

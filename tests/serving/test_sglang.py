@@ -218,7 +218,13 @@ def test_an_update_of_codes_or_scales_alone_is_refused(
     ("runs", "reason"),
     [
         ({"activation": "situ"}, "its activation is situ"),
-        ({"swiglu_limit": 7.0}, "its SwiGLU has a limit or an alpha"),
+        ({"swiglu_limit": 7.0}, "its SwiGLU has alpha 1.0, beta 0.0 and the limit 7.0"),
+        ({"gemm1_clamp_limit": 10.0}, "its activation is silu with a limit, an alpha or a beta"),
+        (
+            {"gemm1_alpha": 1.702, "gemm1_clamp_limit": 7.0},
+            "gate and up lie in another order than in checkpoints of this format",
+        ),
+        ({"with_bias": True}, "its experts have biases"),
         ({"no_combine": True}, "its router's weights are not those of a sum"),
     ],
 )

@@ -172,8 +172,17 @@ def test_bf16_experts_are_quantized_while_they_are_loaded(vllm: types.SimpleName
 @pytest.mark.parametrize(
     ("attributes", "reason"),
     [
-        ({"activation": "swigluoai"}, "its activation is swigluoai"),
-        ({"swiglu_limit": 7.0}, "its SwiGLU has a limit, an alpha or a beta"),
+        ({"activation": "swiglustep"}, "its activation is swiglustep"),
+        ({"swiglu_limit": 7.0}, "its SwiGLU has alpha 1.0, beta 0.0 and the limit 7.0"),
+        ({"swiglu_alpha": 1.702}, "its SwiGLU has alpha 1.702, beta 0.0 and the limit None"),
+        (
+            {"activation": "swigluoai_uninterleave", "swiglu_limit": 7.0, "swiglu_alpha": 1.702},
+            "its SwiGLU has alpha 1.702, beta 0.0 and the limit 7.0",
+        ),
+        (
+            {"activation": "relu2_no_mul", "swiglu_limit": 10.0},
+            "its activation is relu2_no_mul with a limit, an alpha or a beta",
+        ),
         ({"apply_router_weight_on_input": True}, "its router's weights multiply the input"),
         (
             {"all2all_backend": "deepep_low_latency"},

@@ -48,7 +48,8 @@ class FusedMoE(nn.Module):
         **runs: Any,
     ) -> None:
         super().__init__()
-        self.moe_tp_size, self.with_bias, self.num_fused_shared_experts = 1, False, 0
+        self.moe_tp_size, self.moe_tp_rank, self.num_fused_shared_experts = 1, 0, 0
+        self.with_bias = bool(runs.pop("with_bias", False))
         common = {"activation": "silu", "is_gated": True, "apply_router_weight_on_input": False}
         self.moe_runner_config = types.SimpleNamespace(**common | {"no_combine": False} | runs)
         self.quant_method = quant_config.get_quant_method(self, prefix)
@@ -60,15 +61,23 @@ class FusedMoE(nn.Module):
                 intermediate_size_per_partition=intermediate_size,
                 params_dtype=torch.bfloat16,
                 weight_loader=self.weight_loader,
-                with_bias=False,
+                with_bias=self.with_bias,
                 moe_intermediate_size=intermediate_size,
             )
             self.quant_method.create_moe_runner(self, self.moe_runner_config)
             assert self.quant_method.get_moe_runner_backend(self) is None
 
     def weight_loader(
-        self, param: Any, loaded_weight: Tensor, weight_name: str, shard_id: str, expert_id: int
+        self,
+        param: Any,
+        loaded_weight: Tensor,
+        weight_name: str,
+        shard_id: str | None,
+        expert_id: int | None,
     ) -> None:
+        if expert_id is None:  # MXFP4: all experts at once
+            param.data[tuple(slice(size) for size in loaded_weight.shape)].copy_(loaded_weight)
+            return
         data, index = param.data[expert_id], int(shard_id == "w3")
         if "input_scale" in weight_name:
             param.data[expert_id] = loaded_weight
@@ -141,6 +150,19 @@ class CompressedTensorsConfig(_CompressedTensors):
         return vllm_stub.EngineMethod("SGLang's method")
 
 
+class Mxfp4Config:
+    packed_modules_mapping: ClassVar[dict[str, list[str]]] = {}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Any:
+        made = cls()
+        made.is_checkpoint_mxfp4_serialized = "mxfp4" in config["quant_method"]
+        return made
+
+    def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
+        return vllm_stub.EngineMethod("SGLang's method")
+
+
 class HookType:
     AROUND = "around"
 
@@ -171,7 +193,8 @@ class HookRegistry:
 
 
 CLASSES = {
-    each.__name__: each for each in (ModelOptFp4Config, ModelOptMixedPrecisionConfig, CompressedTensorsConfig)
+    each.__name__: each
+    for each in (ModelOptFp4Config, ModelOptMixedPrecisionConfig, CompressedTensorsConfig, Mxfp4Config)
 }
 NO_ALL_TO_ALL = types.SimpleNamespace(is_none=lambda: True)
 BACKEND = types.SimpleNamespace(value="auto", is_triton_kernels=lambda: BACKEND.value == "triton_kernel")

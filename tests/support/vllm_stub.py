@@ -238,6 +238,8 @@ class RowParallelLinear(LinearBase):
 class MoEActivation(enum.Enum):
     SILU = "silu"
     SWIGLUOAI = "swigluoai"
+    SWIGLUOAI_UNINTERLEAVE = "swigluoai_uninterleave"
+    SWIGLUSTEP = "swiglustep"
     RELU2_NO_MUL = "relu2_no_mul"
 
 
@@ -291,6 +293,7 @@ class RoutedExperts(nn.Module):
         activation: str = "silu",
         use_ep: bool = False,
         all2all_backend: str | None = None,
+        has_bias: bool = False,
         **attributes: Any,
     ) -> None:
         super().__init__()
@@ -298,7 +301,7 @@ class RoutedExperts(nn.Module):
         parallel = MoEParallelConfig() if use_ep else MoEParallelConfig(size, rank)
         if all2all_backend is not None:
             parallel = MoEParallelConfig(dp_size=2, use_ep=True, all2all_backend=all2all_backend)
-        self.moe_config = FusedMoEConfig(MoEActivation(activation), parallel)
+        self.moe_config = FusedMoEConfig(MoEActivation(activation), parallel, has_bias)
         self.expert_map = None
         local = num_experts
         if use_ep:
@@ -325,15 +328,25 @@ class RoutedExperts(nn.Module):
         param: Any,
         loaded_weight: Tensor,
         weight_name: str,
-        shard_id: str,
-        expert_id: int,
+        shard_id: str | None,
+        expert_id: int | None,
         return_success: bool = False,
     ) -> bool | None:
+        if expert_id is None:  # GPT-OSS in MXFP4: the model has chosen the part of this rank
+            param.data[tuple(slice(size) for size in loaded_weight.shape)].copy_(loaded_weight)
+            return True if return_success else None
         if self.expert_map is not None:
             expert_id = int(self.expert_map[expert_id])
             if expert_id == -1:
                 return False if return_success else None
         data, index = param.data[expert_id], 0 if shard_id == "w1" else 1
+        if "bias" in weight_name:
+            if shard_id != "w2":
+                data = data.chunk(2)[index]
+                rank = self.moe_config.moe_parallel_config.tp_rank
+                loaded_weight = loaded_weight.narrow(0, rank * data.shape[0], data.shape[0])
+            data.copy_(loaded_weight)
+            return True if return_success else None
         of_modelopt = "ModelOpt" in type(self.quant_method).__name__
         method = getattr(param, "quant_method", None)
         is_single = method == "tensor" if not of_modelopt else "scale_2" in weight_name

@@ -88,6 +88,21 @@ class CompressedTensorsConfig(QuantizationConfig):
         return stub.EngineMethod("vLLM's method")
 
 
+class GptOssMxfp4Config(QuantizationConfig):
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Any:
+        return cls()
+
+    @classmethod
+    def get_name(cls) -> str:
+        return "gpt_oss_mxfp4"
+
+    def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
+        if isinstance(layer, stub.LinearBase):
+            return stub.UnquantizedLinearMethod()
+        return stub.EngineMethod("vLLM's method") if isinstance(layer, stub.RoutedExperts) else None
+
+
 TABLE: dict[str, type] = {}
 
 
@@ -183,6 +198,7 @@ def modules() -> dict[str, types.ModuleType]:
                 "ModelOptNvFp4Config": ModelOptNvFp4Config,
                 "ModelOptMixedPrecisionConfig": ModelOptMixedPrecisionConfig,
             },
+            f"{layers}quantization__mxfp4": {"GptOssMxfp4Config": GptOssMxfp4Config},
             f"{layers}quantization__compressed_tensors__compressed_tensors": {
                 "CompressedTensorsConfig": CompressedTensorsConfig
             },

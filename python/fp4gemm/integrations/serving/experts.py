@@ -1,4 +1,4 @@
-"""The experts of an engine's mixtures on fp4gemm, loaded by experts and shards: in NVFP4 or in 16 bits."""
+"""The experts of an engine's mixtures on fp4gemm: in NVFP4, in a format that becomes NVFP4, or in 16 bits."""
 
 from __future__ import annotations
 
@@ -10,15 +10,19 @@ import torch
 from torch import Tensor
 
 from ... import activations as activations_table
+from ..._checks import FLOAT_DTYPES
 from ...activations import ActivationName
-from ...checkpoint.formats import FORMATS
+from ...checkpoint.formats import FORMATS, SourceFormat
+from ...checkpoint.stacked import rounding
+from ...containers.interop import MXFP4Report
+from ...containers.nvfp4 import NVFP4Tensor
 from ...nn.experts import SWIGLU, interleaved, interleaved_stack, of_own_storage
 from ...ops.parts import OperandParts
 from ...recipe import INPUTS
 from . import products, weights
 from .layers import Layer, dropped, put
 
-__all__ = ["ACTIVATIONS", "ExpertsWeights", "OnlineExperts"]
+__all__ = ["ACTIVATIONS", "CLAMPED", "ExpertsWeights", "OnlineExperts", "SourceExperts", "clamped"]
 
 _NAN = float("nan")
 
@@ -31,6 +35,21 @@ ACTIVATIONS: dict[str, ActivationName] = {
     "gelu_tanh_no_mul": "gelu_tanh",
     "relu2_no_mul": "relu2",
 }
+# SwiGLU with clamped gate and up, by alpha, the limit of both, and what is added to up.
+CLAMPED: dict[tuple[float, float, float], ActivationName] = {
+    (1.702, 7.0, 1.0): "swiglu_oai",
+    (1.0, 10.0, 0.0): "swiglu_limit10",
+}
+
+
+def clamped(alpha: float, limit: float | None, beta: float) -> tuple[ActivationName | None, str]:
+    """The activation g / (1 + exp(-alpha g)) * (u + beta) of clamped gate g and up u, or None and the reason.
+
+    Args:
+        limit: g is at most this, and u lies between this and its negative; None: nothing is clamped.
+    """
+    found = None if limit is None else CLAMPED.get((float(alpha), float(limit), float(beta)))
+    return found, f"its SwiGLU has alpha {alpha}, beta {beta} and the limit {limit}"
 
 
 class ExpertsWeights:
@@ -41,18 +60,30 @@ class ExpertsWeights:
     ``w13_weight``, ``w13_weight_scale`` (absent if prepacked) and ``w13_weight_amax``, and tensors of w2.
     Gate and up keep outer scales of their own. With tensor parallelism each rank holds rows of w13 and
     columns of w2; with expert parallelism whole experts, and the engine's map says which.
+
+    Attributes:
+        bias: the suffix of the biases' parameters in the engine.
+        are_mixed: whether the rows of gate and up alternate as they are loaded; otherwise they are halves.
     """
 
-    def know(self, known: Layer, activation: str) -> None:
-        """Remember the layer and its activation, a name of :data:`ACTIVATIONS`."""
+    bias = "bias"
+    are_mixed = False
+
+    def know(self, known: Layer, activation: ActivationName, has_bias: bool = False) -> None:
+        """Remember the layer, its activation, and whether each product of an expert adds a bias."""
         self.of = known
-        self.activation = ACTIVATIONS[activation]
+        self.activation: ActivationName = activation
         self.is_gated = activations_table.by_name[self.activation].is_gated
+        self.has_bias = has_bias
         self.held13: tuple[int, int] = (448, 0)  # e4m3_max and rows of OperandParts
         self.held2: tuple[int, int] = (448, 0)
 
     def tp_size(self, layer: Any) -> int:
         """The number of ranks that share an expert, as the engine has it."""
+        raise NotImplementedError
+
+    def tp_rank(self, layer: Any) -> int:
+        """The number of this rank among them."""
         raise NotImplementedError
 
     def create_weights(
@@ -79,6 +110,26 @@ class ExpertsWeights:
         weights.check_sizes(f"{self.of.name}.w13", parts * i, hidden_size, self.of.activations)
         weights.check_sizes(f"{self.of.name}.w2", hidden_size, i, self.of.activations)
         self.create(layer, num_experts, hidden_size, i, params_dtype, extra_weight_attrs)
+        if self.has_bias:
+            self.create_biases(layer, num_experts, hidden_size, parts * i, params_dtype, extra_weight_attrs)
+
+    def create_biases(
+        self, layer: Any, num_experts: int, d: int, n13: int, dtype: torch.dtype, attrs: dict[str, Any]
+    ) -> None:
+        """Register the biases of this rank, NaN where nothing has been loaded."""
+        for which, n in (("w13", n13), ("w2", d)):
+            name = f"{which}_{self.bias}"
+            data = torch.full((num_experts, n), _NAN, dtype=dtype)
+            load = weights.checked_loader(
+                attrs["weight_loader"], f"{self.of.name}.{name}", FLOAT_DTYPES, None
+            )
+            self._register(layer, name, data, {**attrs, "weight_loader": load})
+
+    @staticmethod
+    def _register(layer: Any, name: str, data: Tensor, attrs: dict[str, Any]) -> None:
+        parameter = torch.nn.Parameter(data, requires_grad=False)
+        layer.register_parameter(name, parameter)
+        vars(parameter).update(attrs)
 
     def create(
         self, layer: Any, num_experts: int, d: int, i: int, dtype: torch.dtype, attrs: dict[str, Any]
@@ -106,46 +157,80 @@ class ExpertsWeights:
                     shape, method = (num_experts, n), "channel"
                 data = torch.empty(shape, dtype=kind)
                 data.fill_(weights.NOT_LOADED if kind is torch.uint8 else _NAN)
-                parameter = torch.nn.Parameter(data, requires_grad=False)
                 columns = tuple(size // step for size in wide) if step else None
                 load = weights.checked_loader(_by_scale(loader), f"{name}.{which}_{suffix}", (kind,), columns)
-                layer.register_parameter(f"{which}_{suffix}", parameter)
-                vars(parameter).update(attrs, weight_loader=load, quant_method=method)
+                more = {**attrs, "weight_loader": load, "quant_method": method}
+                self._register(layer, f"{which}_{suffix}", data, more)
 
-    def process_weights_after_loading(self, layer: Any) -> None:
-        """Exchange the parameters of the checkpoint for those that the operator reads, w13 before w2.
+    @property
+    def suffixes(self) -> tuple[str, ...]:
+        """The suffixes of the parameters of a weight, as :meth:`create` makes them."""
+        return self.of.suffixes
+
+    def weight_of(self, layer: Any, which: str) -> NVFP4Tensor:
+        """One of the two weights, made of the parameters of the checkpoint.
 
         Raises:
             ValueError: the checkpoint lacks codes or a scale, or holds a scale that is no number.
         """
         names = FORMATS[self.of.format]
+        codes, block_scales, outer = (
+            getattr(layer, f"{which}_{each}").data for each in names.weight_suffixes
+        )
+        parts = 2 if which == "w13" and self.is_gated else 1
+        return weights.assembled(
+            f"{self.of.name}.{which}",
+            self.of.format,
+            codes,
+            block_scales,
+            outer if outer.dim() == 2 else outer.unsqueeze(1),
+            [codes.shape[1] // parts] * parts,
+            self.of.e4m3_max,
+        )
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Exchange the parameters of the checkpoint for those that the operator reads, w13 before w2.
+
+        Raises:
+            ValueError: the checkpoint lacks a tensor, or holds a scale that is no number.
+        """
         for which in ("w13", "w2"):
-            codes, block_scales, outer = (
-                getattr(layer, f"{which}_{each}").data for each in names.weight_suffixes
-            )
-            is_mixed = which == "w13" and self.is_gated
-            rows = [codes.shape[1] // 2] * 2 if is_mixed else [codes.shape[1]]
-            weight = weights.assembled(
-                f"{self.of.name}.{which}",
-                self.of.format,
-                codes,
-                block_scales,
-                outer if outer.dim() == 2 else outer.unsqueeze(1),
-                rows,
-                self.of.e4m3_max,
-            )
-            if is_mixed:
+            weight = self.weight_of(layer, which)
+            if which == "w13" and self.is_gated and not self.are_mixed:
                 weight = interleaved_stack(weight)
-            for each in self.of.suffixes:
+            for each in self.suffixes:
                 delattr(layer, f"{which}_{each}")
-            del codes, block_scales, outer
             self.keep(layer, which, weights.hold(weight, INPUTS[self.of.activations].tokens))
             del weight
         self.of.report.ready()
 
+    def bias_of(self, layer: Any, which: str) -> Tensor | None:
+        """The bias that this rank adds to a product, float32; that of w2 is added by the first rank alone.
+
+        Raises:
+            ValueError: the checkpoint lacks the bias of an expert.
+        """
+        if not self.has_bias:
+            return None
+        name = f"{which}_{self.bias}"
+        bias: Tensor = getattr(layer, name).data.float()
+        unloaded = bias.isnan().any(-1)
+        if bool(unloaded.any()):
+            which_experts = weights.experts_text(unloaded)
+            raise ValueError(
+                f"{self.of.name}.{name}: is missing in the checkpoint or holds NaN{which_experts}"
+            )
+        if which == "w13" and self.is_gated and not self.are_mixed:
+            bias = interleaved(bias)
+        if which == "w2" and self.tp_rank(layer) != 0:
+            bias = torch.zeros_like(bias)
+        return bias
+
     def keep(self, layer: Any, which: str, held: OperandParts) -> None:
-        """Set the parameters of one of the two weights to its NVFP4 tensors."""
+        """Set the parameters of one of the two weights to its NVFP4 tensors, and its bias to float32."""
         tensors = {"weight": held.data, "weight_scale": held.scales, "weight_amax": held.amax}
+        if self.has_bias:
+            tensors[self.bias] = self.bias_of(layer, which)
         put(layer, **{f"{which}_{name}": tensor for name, tensor in tensors.items()})
         setattr(self, "held" + which[1:], (held.e4m3_max, held.rows))
         products.make_ready(held, "grouped_mm", self.of.activations)
@@ -155,12 +240,13 @@ class ExpertsWeights:
     ) -> Tensor:
         """The weighted sum over the experts of this rank, as :func:`.products.experts`."""
         scales13, scales2 = (getattr(layer, f"{which}_weight_scale", None) for which in ("w13", "w2"))
+        bias13, bias2 = (getattr(layer, f"{which}_{self.bias}", None) for which in ("w13", "w2"))
         return products.experts(
             x,
             ids,
             scores,
-            OperandParts(layer.w13_weight, scales13, layer.w13_weight_amax, *self.held13),
-            OperandParts(layer.w2_weight, scales2, layer.w2_weight_amax, *self.held2),
+            OperandParts(layer.w13_weight, scales13, layer.w13_weight_amax, *self.held13, bias13),
+            OperandParts(layer.w2_weight, scales2, layer.w2_weight_amax, *self.held2, bias2),
             self.activation,
             self.of.activations,
             expert_map,
@@ -168,6 +254,62 @@ class ExpertsWeights:
             self.of.use_fast_accum,
             self.of.rounded_gate and self.activation == SWIGLU,
         )
+
+
+class SourceExperts(ExpertsWeights):
+    """Experts in a format that becomes NVFP4 when it is read, with the rows of gate and up in turn.
+
+    The engine gives the tensors of all experts at once; ``w13_weight`` has the codes and
+    ``w13_weight_scale`` the scales, and so for w2.
+    """
+
+    source: SourceFormat
+    are_mixed = True
+    suffixes = ("weight", "weight_scale")
+
+    def create(
+        self, layer: Any, num_experts: int, d: int, i: int, dtype: torch.dtype, attrs: dict[str, Any]
+    ) -> None:
+        """Register codes and scales of this rank, bytes that no checkpoint has where nothing was loaded."""
+        full = i * self.tp_size(layer)
+        for which, n, k, wide in (("w13", 2 * i, d, (d,)), ("w2", d, i, (full, i))):
+            for suffix, step, fill in (
+                ("weight", 2, weights.NOT_LOADED),
+                ("weight_scale", self.source.block, weights.NO_SCALE),
+            ):
+                data = torch.full((num_experts, n, k // step), fill, dtype=torch.uint8)
+                columns = tuple(size // step for size in wide)
+                load = weights.checked_loader(
+                    attrs["weight_loader"], f"{self.of.name}.{which}_{suffix}", (torch.uint8,), columns
+                )
+                more = {**attrs, "weight_loader": load, "quant_method": "block"}
+                self._register(layer, f"{which}_{suffix}", data, more)
+
+    def weight_of(self, layer: Any, which: str) -> NVFP4Tensor:
+        """One of the two weights as an NVFP4 weight with an amax for each row.
+
+        Raises:
+            ValueError: the checkpoint lacks codes or scales of an expert, or has a scale that is NaN.
+        """
+        label = f"{self.of.name}.{which}_weight"
+        codes, scales = (getattr(layer, f"{which}_{each}").data for each in self.suffixes)
+        for name, unloaded in (
+            (label, (codes == weights.NOT_LOADED).flatten(1).all(1)),
+            (f"{label}_scale", (scales == weights.NO_SCALE).flatten(1).any(1)),
+        ):
+            if bool(unloaded.any()):
+                where = weights.experts_text(unloaded)
+                raise ValueError(f"{name}: is missing in the checkpoint or holds NaN{where}")
+
+        def tell(report: MXFP4Report) -> None:
+            if not report.is_exact:
+                self.of.report.note(rounding(label, report, 2 * codes.numel()))
+
+        blocks = codes.unflatten(-1, (-1, self.source.block // 2))
+        try:
+            return self.source.operand(blocks, scales, "row", tell)
+        except ValueError as error:
+            raise ValueError(f"{label}: {error}") from error
 
 
 class OnlineExperts(ExpertsWeights):

@@ -13,7 +13,7 @@ from ... import _checks
 from ...checkpoint.formats import FORMATS, FormatName
 from ...recipe import INPUTS, DataFree, StoredActivations, WeightScaling, automatic
 from .report import Report
-from .weights import NOT_LOADED
+from .weights import NO_SCALE, NOT_LOADED
 
 __all__ = ["TEXTS", "InPlace", "Layer", "bound_of", "dropped", "put"]
 
@@ -186,4 +186,6 @@ class InPlace:
 
 def _is_not_loaded(tensor: Tensor) -> bool:
     """Whether a parameter of the checkpoint is as ``create_weights`` made it."""
-    return bool((tensor == NOT_LOADED if tensor.dtype is torch.uint8 else tensor.float().isnan()).all())
+    if tensor.dtype is torch.uint8:
+        return bool((tensor == NOT_LOADED).all() or (tensor == NO_SCALE).all())
+    return bool(tensor.float().isnan().all())

@@ -56,6 +56,10 @@ class Report:
         method.process_weights_after_loading = process_weights_after_loading
         return method
 
+    def note(self, text: str) -> None:
+        """Log a line about the values of a layer."""
+        self._log(f"fp4gemm: {text}")
+
     def ready(self) -> None:
         """The weights of a layer are processed: log the line, unless it has been since the last layer."""
         if not self._is_written:

@@ -18,12 +18,24 @@ from ...ops.parts import OperandParts
 from ...recipe import Activations, DataFree, StoredActivations, as_quantizer
 from ...support import TokenForm
 
-__all__ = ["NOT_LOADED", "assembled", "check_sizes", "checked_loader", "hold", "input_amax", "quantized"]
+__all__ = [
+    "NOT_LOADED",
+    "NO_SCALE",
+    "assembled",
+    "check_sizes",
+    "checked_loader",
+    "experts_text",
+    "hold",
+    "input_amax",
+    "quantized",
+]
 
 # What codes hold before they are loaded: pairs of -0. No quantizer writes them for all of a weight whose amax
 # is positive: the code of its largest element is not zero.
 NOT_LOADED = 0x88
-_MX = "; scales of uint8, one for 32 elements, are mxfp4's, which the plug-ins do not read"
+# What scales of a power of two, e8m0, hold before they are loaded: NaN.
+NO_SCALE = 0xFF
+_MX = "; scales of uint8, one for 32 elements, are mxfp4's, and the checkpoint says that it is NVFP4"
 _MX_SCALES = (torch.uint8, torch.float8_e8m0fnu)
 
 
@@ -129,7 +141,7 @@ def assembled(
     bits = torch.where(is_zero.unsqueeze(-1), torch.zeros_like(bits), bits) if bool(is_zero.any()) else bits
     not_loaded = ((bits & 0x7F) == 0x7F).flatten(-2).any(-1)
     if bool(not_loaded.any()):
-        which = _experts(not_loaded) if not_loaded.dim() else ""
+        which = experts_text(not_loaded) if not_loaded.dim() else ""
         raise ValueError(
             f"{name}.{names.block_scales}: holds NaN{which}, must be numbers; the checkpoint has no block "
             "scales for all of these rows, or lists the layer as quantized and stores it in 16 bits"
@@ -192,7 +204,7 @@ def _where(wrong: Tensor, partition_rows: Sequence[int]) -> str:
     """Name the experts and partitions of outer scales, (p,) or (g, p), that are wrong, for a message."""
     parts = []
     if wrong.dim() > 1:
-        parts.append(_experts(wrong.any(-1)).strip())
+        parts.append(experts_text(wrong.any(-1)).strip())
         wrong = wrong.any(0)
     if len(partition_rows) > 1 and wrong.numel() == len(partition_rows):
         listed = ", ".join(str(i) for i in wrong.nonzero().flatten().tolist())
@@ -200,7 +212,8 @@ def _where(wrong: Tensor, partition_rows: Sequence[int]) -> str:
     return "".join(f" {part}" for part in parts)
 
 
-def _experts(wrong: Tensor) -> str:
+def experts_text(wrong: Tensor) -> str:
+    """Name the experts of this rank for which (g,) is true, for a message; the text begins with a blank."""
     listed = wrong.nonzero().flatten().tolist()
     shown = ", ".join(map(str, listed[:8])) + (", ..." if len(listed) > 8 else "")
     return f" for the experts {shown} of this rank"

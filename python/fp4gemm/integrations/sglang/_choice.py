@@ -12,15 +12,15 @@ from sglang.srt.layers.quantization.utils import is_layer_skipped
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead
 
 from ... import _names
-from ...checkpoint.formats import FormatName
+from ...checkpoint.formats import SOURCES, FormatName, SourceName
 from ...recipe import INPUTS, StoredActivations
 from ..serving import choice
-from ..serving.experts import ACTIVATIONS
 from ..serving.layers import Layer, bound_of
 from ..serving.options import Options
 from ..serving.report import Report
 from ._methods import (
     Fp4GemmFusedMoEMethod,
+    Fp4GemmGptOssFusedMoEMethod,
     Fp4GemmLinearMethod,
     Fp4GemmOnlineFusedMoEMethod,
     Fp4GemmOnlineLinearMethod,
@@ -31,7 +31,7 @@ from ._process import current_device, log
 __all__ = ["chosen", "reason_against", "shards"]
 
 
-def chosen(format: FormatName, original: Any, config: Any, layer: Any, prefix: str) -> Any:
+def chosen(format: FormatName | SourceName, original: Any, config: Any, layer: Any, prefix: str) -> Any:
     """The method of a layer: fp4gemm's, or what SGLang's config has."""
     is_experts = isinstance(layer, FusedMoE)
     if not is_experts and not isinstance(layer, (LinearBase, ParallelLMHead)):
@@ -55,13 +55,14 @@ def chosen(format: FormatName, original: Any, config: Any, layer: Any, prefix: s
         )
         reason = config.fp4gemm_device.reason_against(activations, is_experts)
     if reason is None and is_experts:
-        reason = reason_against(layer)
+        reason = reason_against(layer, format in SOURCES)
     if reason is not None:
         return config.fp4gemm_report.left(prefix, reason, original(config, layer, prefix))
     scheme = config.scheme if format == "fp4gemm" else None
+    becomes = "fp4gemm" if format in SOURCES else cast(FormatName, format)
     known = Layer(
         name=prefix,
-        format=format,
+        format=becomes,
         activations=activations,
         e4m3_max=bound_of(state.get("fp4gemm_config", {})) if scheme is None else scheme.e4m3_max,
         scaling="tensor" if scheme is None else scheme.scaling,
@@ -79,20 +80,24 @@ def chosen(format: FormatName, original: Any, config: Any, layer: Any, prefix: s
         if is_experts:
             return Fp4GemmOnlineFusedMoEMethod(known, layer)
         return Fp4GemmOnlineLinearMethod(known)
+    if format in SOURCES:
+        return Fp4GemmGptOssFusedMoEMethod(known, layer)
     return Fp4GemmFusedMoEMethod(known, layer) if is_experts else Fp4GemmLinearMethod(known)
 
 
-def reason_against(layer: Any) -> str | None:
-    """Why fp4gemm does not run these experts; None where it does."""
+def reason_against(layer: Any, is_source: bool = False) -> str | None:
+    """Why fp4gemm does not run these experts; None where it does.
+
+    Args:
+        is_source: whether SGLang's model loads them as one tensor for each product, with gate and up in turn.
+    """
     runs = layer.moe_runner_config
-    name = activation_of(layer)
-    if name not in ACTIVATIONS:
-        return f"its activation is {name}"
-    if any(
-        getattr(runs, each, None) is not None for each in ("gemm1_alpha", "gemm1_clamp_limit", "swiglu_limit")
-    ):
-        return "its SwiGLU has a limit or an alpha"
-    if layer.with_bias:
+    activation, reason = activation_of(layer)
+    if activation is None:
+        return reason
+    if activation == "swiglu_oai" and is_source != getattr(runs, "gate_up_interleaved", True):
+        return "gate and up lie in another order than in checkpoints of this format"
+    if layer.with_bias and not is_source:
         return "its experts have biases"
     if layer.num_fused_shared_experts:
         return "shared experts are fused into it (--disable-shared-experts-fusion)"
@@ -158,6 +163,16 @@ def _of_compressed_tensors(config: Any, layer: Any, prefix: str, is_experts: boo
     return "a16" if config._is_fp4a16_nvfp4(*given) else "its weights are not NVFP4"
 
 
+def _of_mxfp4(config: Any, layer: Any, prefix: str, is_experts: bool) -> str:
+    """ "a16", or why the layer of a checkpoint with MXFP4 experts is SGLang's."""
+    if not is_experts:
+        return "it is in 16 bits"
+    if not config.is_checkpoint_mxfp4_serialized:
+        return "the checkpoint is not MXFP4"
+    is_gpt_oss = layer.with_bias and activation_of(layer)[0] == "swiglu_oai"
+    return "a16" if is_gpt_oss else "its experts are MXFP4, and not those of GPT-OSS"
+
+
 def _schemes(config: Any, layer: Any, prefix: str, names: _names.Projections) -> list[Any]:
     """The schemes of gate, up and down under the names of a family; none if the config has no such target."""
     try:
@@ -166,7 +181,8 @@ def _schemes(config: Any, layer: Any, prefix: str, names: _names.Projections) ->
         return []
 
 
-_STORED: dict[FormatName, Callable[[Any, Any, str, bool], str]] = {
+_STORED: dict[FormatName | SourceName, Callable[[Any, Any, str, bool], str]] = {
+    "mxfp4": _of_mxfp4,
     "modelopt": _of_modelopt,
     "compressed-tensors": _of_compressed_tensors,
     "fp4gemm": _of_own,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...checkpoint.formats import FormatName
+from ...checkpoint.formats import FormatName, SourceName
 from ..serving.options import Options
 from ._process import current_device, log
 
@@ -12,10 +12,11 @@ __all__ = ["HOOKS", "register"]
 
 _QUANTIZATION = "sglang.srt.layers.quantization"
 # The configs whose layers fp4gemm serves, and the formats of their checkpoints.
-HOOKS: dict[str, FormatName] = {
+HOOKS: dict[str, FormatName | SourceName] = {
     f"{_QUANTIZATION}.modelopt_quant.ModelOptFp4Config": "modelopt",
     f"{_QUANTIZATION}.modelopt_quant.ModelOptMixedPrecisionConfig": "modelopt",
     f"{_QUANTIZATION}.compressed_tensors.compressed_tensors.CompressedTensorsConfig": "compressed-tensors",
+    f"{_QUANTIZATION}.mxfp4.Mxfp4Config": "mxfp4",
 }
 
 
@@ -65,7 +66,7 @@ def _remember_config(original: Any, cls: type, config: dict[str, Any]) -> Any:
     return made
 
 
-def _chooser(chosen: Any, format: FormatName) -> Any:
+def _chooser(chosen: Any, format: FormatName | SourceName) -> Any:
     """The hook around ``get_quant_method`` of a config of this format."""
 
     def get_quant_method(original: Any, config: Any, layer: Any, prefix: str = "") -> Any:

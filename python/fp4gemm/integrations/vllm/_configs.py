@@ -15,6 +15,7 @@ from vllm.model_executor.layers.quantization.modelopt import (
     ModelOptMixedPrecisionConfig,
     ModelOptNvFp4Config,
 )
+from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4Config
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from ...checkpoint.formats import FormatName
@@ -27,6 +28,7 @@ from ._methods import (
     CompressedTensorsFp4GemmMoEMethod,
     Fp4GemmLinearMethod,
     Fp4GemmMoEMethod,
+    GptOssFp4GemmMoEMethod,
     ModelOptFp4GemmMoEMethod,
     reason_against,
 )
@@ -45,6 +47,7 @@ class Serves:
     served_format: FormatName
     served_scaling: WeightScaling = "tensor"
     e4m3_max = 448
+    is_online = False  # whether the checkpoint is in 16 bits
     of_checkpoint: Mapping[str, Any] = {}  # the config of a checkpoint in a format of others
 
     def start(self) -> None:
@@ -75,7 +78,7 @@ class Serves:
             activations = activations_of(self.serving, stored, prefix, is_experts, self.device)
             reason = self.device.reason_against(activations, is_experts)
         if reason is None and is_experts:
-            reason = reason_against(layer)
+            reason = reason_against(layer, self.is_online)
         if reason is not None:
             return self.report.left(prefix, reason, self.of_engine(layer, prefix))
         return self.method(layer, prefix, activations, self.has_input_scale(stored))
@@ -189,8 +192,22 @@ class Fp4GemmCompressedTensorsConfig(Serves, CompressedTensorsConfig):
         return "a16" if inputs is None else "per-token"
 
 
+class Fp4GemmGptOssConfig(Serves, GptOssMxfp4Config):
+    """Checkpoints of GPT-OSS: MXFP4 experts become NVFP4 with the same values; the rest is in 16 bits."""
+
+    served_format: FormatName = "fp4gemm"  # what the weights become
+    served_scaling: WeightScaling = "row"
+
+    def stored(self, layer: Any, prefix: str) -> StoredActivations | str | None:
+        return "a16" if isinstance(layer, RoutedExperts) else "it is in 16 bits"
+
+    def method(self, layer: Any, prefix: str, activations: StoredActivations, has_input_scale: bool) -> Any:
+        return GptOssFp4GemmMoEMethod(self.known(prefix, activations, has_input_scale), layer)
+
+
 CONFIGS = {
     "modelopt_fp4": Fp4GemmModelOptConfig,
     "modelopt_mixed": Fp4GemmModelOptMixedConfig,
     "compressed-tensors": Fp4GemmCompressedTensorsConfig,
+    "gpt_oss_mxfp4": Fp4GemmGptOssConfig,
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from vllm.model_executor.layers.fused_moe import RoutedExperts
@@ -39,6 +40,7 @@ class Fp4GemmConfig(choice.OwnConfig, Serves, _OfEngine):
         if scheme is not None:
             self.e4m3_max = scheme.e4m3_max
             self.served_scaling: WeightScaling = scheme.scaling
+        self.is_online = scheme is None
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Fp4GemmConfig:
@@ -48,6 +50,12 @@ class Fp4GemmConfig(choice.OwnConfig, Serves, _OfEngine):
             ValueError: it is no config of the fp4gemm format; the text names the key.
         """
         return cls(read_quantization_config(config))
+
+    def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
+        """Map the names of modules that the checkpoint excludes to those that vLLM has."""
+        if self.scheme is not None:
+            ignore = tuple(hf_to_vllm_mapper.apply_list(list(self.scheme.ignore)))
+            self.scheme = dataclasses.replace(self.scheme, ignore=ignore)
 
     def stored(self, layer: Any, prefix: str) -> StoredActivations | str | None:
         is_experts = isinstance(layer, RoutedExperts)

@@ -5,7 +5,7 @@ Weights in 16 bits are quantized while vLLM loads them: at no time are all of th
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
@@ -17,14 +17,18 @@ from vllm.model_executor.parameter import (
     PerTensorScaleParameter,
 )
 
-from ..serving.experts import ACTIVATIONS, ExpertsWeights, OnlineExperts
+from ...activations import ActivationName
+from ...checkpoint.formats import SOURCES
+from ..serving.experts import ACTIVATIONS, ExpertsWeights, OnlineExperts, SourceExperts, clamped
 from ..serving.layers import Layer
 from ..serving.linear import LinearWeights, OnlineLinear, Parameters
+from ._gpt_oss import read_experts_one_by_one
 
 __all__ = [
     "CompressedTensorsFp4GemmMoEMethod",
     "Fp4GemmLinearMethod",
     "Fp4GemmMoEMethod",
+    "GptOssFp4GemmMoEMethod",
     "ModelOptFp4GemmMoEMethod",
     "OnlineLinearMethod",
     "OnlineMoEMethod",
@@ -35,6 +39,9 @@ __all__ = [
 _GATHERS = "allgather_reducescatter"
 # Set on a layer whose weights were processed while they were loaded; vLLM asks every layer again at the end.
 _DONE = "_already_called_process_weights_after_loading"
+# The constants of vLLM's "swigluoai"; those of other activations are attributes of the layer.
+_OAI = {"alpha": 1.702, "limit": 7.0, "beta": 1.0}
+_SWIGLUS = {"silu": {}, "swigluoai": _OAI, "swigluoai_uninterleave": {}}
 
 
 class _WhileLoading:
@@ -68,17 +75,17 @@ class OnlineLinearMethod(_WhileLoading, OnlineLinear, Fp4GemmLinearMethod):
     """A linear layer of a checkpoint in 16 bits."""
 
 
-def reason_against(layer: Any) -> str | None:
-    """Why fp4gemm does not run these experts; None where it does."""
-    name = _activation_of(layer)
-    if name not in ACTIVATIONS:
-        return f"its activation is {name}"
-    if any(
-        getattr(layer, each, None) is not None for each in ("swiglu_limit", "swiglu_alpha", "swiglu_beta")
-    ):
-        return "its SwiGLU has a limit, an alpha or a beta"
-    if layer.moe_config.has_bias:
-        return "its experts have biases"
+def reason_against(layer: Any, is_online: bool = False) -> str | None:
+    """Why fp4gemm does not run these experts; None where it does.
+
+    Args:
+        is_online: whether their weights are in 16 bits and become NVFP4 while they are loaded.
+    """
+    activation, reason = _activation_of(layer)
+    if activation is None:
+        return reason
+    if is_online and layer.moe_config.has_bias:
+        return "its experts have biases and are in 16 bits"
     if layer.apply_router_weight_on_input:
         return "its router's weights multiply the input"
     parallel = layer.moe_config.moe_parallel_config
@@ -87,9 +94,18 @@ def reason_against(layer: Any) -> str | None:
     return None
 
 
-def _activation_of(layer: Any) -> str:
+def _activation_of(layer: Any) -> tuple[ActivationName | None, str]:
+    """The activation of the experts; or None, and why there is none."""
     activation = layer.moe_config.activation
-    return str(getattr(activation, "value", activation))
+    name = str(getattr(activation, "value", activation))
+    given = {each: getattr(layer, f"swiglu_{each}", None) for each in _OAI}
+    set_here = {each: value for each, value in given.items() if value is not None}
+    constants = _SWIGLUS.get(name, {}) | set_here
+    if name in _SWIGLUS and constants:
+        return clamped(constants.get("alpha", 1.0), constants.get("limit"), constants.get("beta", 0.0))
+    if set_here:
+        return None, f"its activation is {name} with a limit, an alpha or a beta"
+    return ACTIVATIONS.get(name), f"its activation is {name}"
 
 
 class Fp4GemmMoEMethod(ExpertsWeights, FusedMoEMethodBase):
@@ -97,7 +113,9 @@ class Fp4GemmMoEMethod(ExpertsWeights, FusedMoEMethodBase):
 
     def __init__(self, known: Layer, layer: Any) -> None:
         super().__init__(layer.moe_config)
-        self.know(known, _activation_of(layer))
+        read_experts_one_by_one(layer)
+        activation, _ = _activation_of(layer)
+        self.know(known, cast(ActivationName, activation), layer.moe_config.has_bias)
 
     def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
         layer.num_experts, layer.params_dtype = kwargs["num_experts"], kwargs["params_dtype"]
@@ -105,6 +123,9 @@ class Fp4GemmMoEMethod(ExpertsWeights, FusedMoEMethodBase):
 
     def tp_size(self, layer: Any) -> int:
         return int(layer.moe_config.moe_parallel_config.tp_size)
+
+    def tp_rank(self, layer: Any) -> int:
+        return int(layer.moe_config.moe_parallel_config.tp_rank)
 
     def uses_weight_scale_2_pattern(self) -> bool:
         """vLLM asks this of methods of ModelOpt: "weight_scale_2" is the outer scale."""
@@ -132,6 +153,12 @@ class ModelOptFp4GemmMoEMethod(Fp4GemmMoEMethod):
 
 class CompressedTensorsFp4GemmMoEMethod(Fp4GemmMoEMethod):
     """Experts of a compressed-tensors checkpoint, which take the other branch of vLLM's loader."""
+
+
+class GptOssFp4GemmMoEMethod(SourceExperts, Fp4GemmMoEMethod):
+    """The MXFP4 experts of GPT-OSS, which vLLM's model gives to the loader as one tensor for each product."""
+
+    source = SOURCES["mxfp4"]
 
 
 class OnlineMoEMethod(_WhileLoading, OnlineExperts, Fp4GemmMoEMethod):
