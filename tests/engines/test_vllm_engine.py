@@ -10,34 +10,15 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm", reason="needs requirements/serving.txt: make test-serving")
 nvfp4_models = pytest.importorskip("nvfp4_models")
 
-from fp4gemm.commands import main  # noqa: E402
+from vllm_runs import PROGRAM, STEPS, converted, engine  # noqa: E402
 
 pytestmark = pytest.mark.slow
-PROGRAM = Path(__file__).parents[1] / "support" / "vllm_engine.py"
-STEPS = 4  # of the engine, each of which calls every layer once: one prefill, three decodes
-
-
-def _converted(source: Path, *options: str) -> Path:
-    folder = source.with_name(source.name + "-nvfp4")
-    assert main(["convert", *options, str(source), str(folder)]) == 0
-    return folder
-
-
-def _engine(tmp_path: Path, **arguments: Any) -> dict[str, Any]:
-    out = tmp_path / "found.json"
-    given = json.dumps({"out": str(out), **arguments})
-    done = subprocess.run([sys.executable, str(PROGRAM), given], capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-    log = [line for line in (done.stdout + done.stderr).splitlines() if "fp4gemm: " in line]
-    assert len(log) == 1, log
-    return {**json.loads(out.read_text()), "log": log[0]}
 
 
 @pytest.fixture(autouse=True)
@@ -67,8 +48,8 @@ def test_an_nvfp4_checkpoint_is_served_and_updated(
     options = ("--format", format, "--activations", activations, "--fuse", "none")
     sizes = {"intermediate_size": 128} if activations == "fp8" else {}  # k of FP8 tokens: multiples of 64
     floats = (nvfp4_models.save_seeded(name, tmp_path / f"float{i}", i, **sizes) for i in range(2))
-    first, second = (_converted(folder, *options) for folder in floats)
-    found = _engine(tmp_path, model=str(first), update=str(second))
+    first, second = (converted(folder, *options) for folder in floats)
+    found = engine(tmp_path, model=str(first), update=str(second))
     for step in ("first", "updated"):
         assert found[step]["layers"] == layers
         assert found[step]["different"] == 0
@@ -91,7 +72,7 @@ def test_an_nvfp4_checkpoint_is_served_and_updated(
 def test_a_16_bit_checkpoint_is_quantized_while_it_is_loaded(tmp_path: Path, name: str, layers: int) -> None:
     """--quantization fp4gemm has the bits of quantize_model, after an update too."""
     first, second = (nvfp4_models.save_seeded(name, tmp_path / f"float{i}", i) for i in range(2))
-    found = _engine(tmp_path, model=str(first), update=str(second), engine={"quantization": "fp4gemm"})
+    found = engine(tmp_path, model=str(first), update=str(second), engine={"quantization": "fp4gemm"})
     for step in ("first", "updated"):
         assert found[step]["layers"] == layers
         assert found[step]["different"] == 0
@@ -102,20 +83,16 @@ def test_a_16_bit_checkpoint_is_quantized_while_it_is_loaded(tmp_path: Path, nam
 def test_our_own_format_is_served(tmp_path: Path) -> None:
     """quant_method fp4gemm, an amax for each row of each weight."""
     source = nvfp4_models.save_seeded("llama", tmp_path / "float", 0)
-    folder = _converted(
-        source, "--format", "fp4gemm", "--weight-scaling", "row", "--activations", "per-token"
-    )
-    found = _engine(tmp_path, model=str(folder))
+    folder = converted(source, "--format", "fp4gemm", "--weight-scaling", "row", "--activations", "per-token")
+    found = engine(tmp_path, model=str(folder))
     assert found["first"]["different"] == 0
     assert found["first"]["equal"] == 8 * STEPS
 
 
 def test_a_cache_in_fp8_changes_no_bit_of_a_layer(tmp_path: Path) -> None:
     """kv_cache_dtype="fp8": attention reads other numbers, and the layers compute what they do without."""
-    folder = _converted(
-        nvfp4_models.save_seeded("llama", tmp_path / "float", 0), "--activations", "per-token"
-    )
-    found = [_engine(tmp_path, model=str(folder), engine=each) for each in ({}, {"kv_cache_dtype": "fp8"})]
+    folder = converted(nvfp4_models.save_seeded("llama", tmp_path / "float", 0), "--activations", "per-token")
+    found = [engine(tmp_path, model=str(folder), engine=each) for each in ({}, {"kv_cache_dtype": "fp8"})]
     for each in found:
         assert each["first"]["different"] == 0
         assert each["first"]["equal"] == 8 * STEPS
@@ -125,7 +102,7 @@ def test_a_cache_in_fp8_changes_no_bit_of_a_layer(tmp_path: Path) -> None:
 def test_a_checkpoint_without_a_scale_is_refused_by_name(tmp_path: Path) -> None:
     """The engine stops with the name of the tensor."""
     source = nvfp4_models.save_seeded("llama", tmp_path / "float", 0)
-    folder = _converted(source, "--activations", "per-token")
+    folder = converted(source, "--activations", "per-token")
     tensors, _ = nvfp4_models.read(folder)
     del tensors["model.layers.1.self_attn.k_proj.weight_scale_2"]
     nvfp4_models.safetensors.save_file(tensors, folder / "model.safetensors", {"format": "pt"})

@@ -18,6 +18,8 @@ import torch
 
 pytest.importorskip("vllm", reason="needs vLLM: make engine-pack")
 
+import vllm_checkpoints
+
 from bench.engine.checkpoints import make
 from bench.models.shapes import SHAPES
 
@@ -50,6 +52,38 @@ def test_every_call_has_the_bits_of_the_layer_outside(
     assert found["tokens"] == sum(BATCHES) * NEW_TOKENS
     assert found["eager"] >= layers * LAYERS * len(BATCHES)
     assert found["graph"] >= layers * LAYERS * len(BATCHES) * (NEW_TOKENS - 2)
+
+
+@pytest.mark.parametrize("activations", ["a16", "fp8"])
+@pytest.mark.parametrize(
+    ("model", "layers", "backend"),
+    [("gpt_oss", 2, "TRITON_ATTN"), ("deepseek_v3", 3 * 4 + 2 + 2 * 3 - 3, "TRITON_MLA")],
+)
+def test_models_with_other_experts_and_attention(
+    tmp_path: Path, model: str, layers: int, backend: str, activations: str
+) -> None:
+    """GPT-OSS with MXFP4 experts and biases, and DeepSeek-V3 with latent attention, both in small.
+
+    Of DeepSeek-V3's layers, kv_b_proj is called in prefills alone: decodes read its weight, which vLLM
+    multiplies into others, so that ``layers`` counts without it.
+    """
+    if activations == "fp8" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("this device does not multiply FP8 tokens")
+    folder = getattr(vllm_checkpoints, model)(tmp_path / "checkpoint")
+    graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": CAPTURED}
+    found = _found(
+        tmp_path,
+        folder,
+        activations,
+        BATCHES,
+        compilation_config=graphs,
+        attention_config={"backend": backend},
+    )
+    assert found["different"] == []
+    assert found["layers"] == layers + (3 if model == "deepseek_v3" else 0)
+    assert found["tokens"] == sum(BATCHES) * NEW_TOKENS
+    assert found["eager"] >= found["layers"] * len(BATCHES)
+    assert found["graph"] >= layers * len(BATCHES) * (NEW_TOKENS - 2)
 
 
 @pytest.mark.parametrize("activations", ["per-token", "fp8"])

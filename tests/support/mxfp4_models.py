@@ -19,11 +19,11 @@ Change = Callable[[dict[str, Tensor], dict[str, Any]], None]
 
 
 def write_mxfp4(
-    folder: Path, low: int = 119, high: int = 123, change: Change | None = None, **sizes: int
+    folder: Path, low: int = 119, high: int = 123, change: Change | None = None, seed: int = 1, **sizes: int
 ) -> Path:
     """A checkpoint of a small model with random codes, and exponents from low to high."""
     tensors, config = read(save_float(float_model("gpt-oss", **sizes), folder))
-    gen = torch.Generator().manual_seed(1)
+    gen = torch.Generator().manual_seed(seed)
     for name in [name for name in tensors if name.endswith(STACKS)]:
         g, k, n = tensors.pop(name).shape
         shape = (g, n, k // 32)

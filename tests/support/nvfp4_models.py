@@ -54,6 +54,16 @@ MORE_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "topk_group": 1, "first_k_dense_replace": 1,
         },
     ),
+    "deepseek-v3": (  # attention with latent vectors, and a bias of the router
+        "DeepseekV3Config",
+        {
+            "intermediate_size": 128, "moe_intermediate_size": 64, "n_routed_experts": 8,
+            "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1,
+            "q_lora_rank": 64, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+            "v_head_dim": 128, "num_key_value_heads": 4, "head_dim": 64, "topk_method": "noaux_tc",
+            "scoring_func": "sigmoid",
+        },
+    ),
 }  # fmt: skip
 IDS = torch.arange(18).reshape(2, 9) * 7 % 128
 PROJECTION = ("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")  # ends of names
@@ -71,6 +81,9 @@ def float_model(name: str, dtype: torch.dtype = torch.bfloat16, **sizes: int) ->
             torch.nn.init.normal_(p)
         elif p.dim() > 1:
             torch.nn.init.normal_(p, std=0.1)
+    for key, buffer in made.named_buffers():
+        if key.endswith("e_score_correction_bias"):
+            torch.nn.init.normal_(buffer, std=0.1)
     return made
 
 

@@ -20,7 +20,11 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+FUSED = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 Call = tuple[Tensor, ...]  # what a layer got, and behind that what it returned
 
@@ -76,7 +80,7 @@ class Recorder:
 
 
 class Outside:
-    """The layers of a ModelOpt checkpoint as modules of this library."""
+    """The layers of a ModelOpt checkpoint, or the experts of GPT-OSS, as modules of this library."""
 
     def __init__(self, folder: Path, activations: str) -> None:
         self.folder, self.activations = folder, activations
@@ -91,7 +95,7 @@ class Outside:
             self.made[name] = (self._experts if is_experts else self._linear)(name).to(DEVICE)
         if not name.endswith(".experts"):
             return self.made[name](inputs[0])  # type: ignore[no-any-return]
-        x, scores, ids = inputs
+        x, scores, ids = inputs[:3]  # behind them, what shared experts get
         return self.made[name](x, ids, scores)  # type: ignore[no-any-return]
 
     def _linear(self, name: str) -> Any:
@@ -100,6 +104,8 @@ class Outside:
         return fp4gemm.nn.Linear.from_quantized(weight, activations=self.activations)  # type: ignore[arg-type]
 
     def _experts(self, name: str) -> Any:
+        if f"{name}.gate_up_proj_blocks" in self.files:
+            return self._gpt_oss(name)
         count = sum(each.startswith(f"{name}.") and each.endswith("down_proj.weight") for each in self.files)
         owners = [f"{name}.{e}" for e in range(count)]
         w13 = [
@@ -113,12 +119,28 @@ class Outside:
             activations=self.activations,  # type: ignore[arg-type]
         )
 
+    def _gpt_oss(self, name: str) -> Any:
+        owners = [f"{name}.gate_up_proj", f"{name}.down_proj"]
+        first, second = (
+            fp4gemm.NVFP4Tensor.from_mxfp4(self._tensor(f"{owner}_blocks"), self._tensor(f"{owner}_scales"))
+            for owner in owners
+        )
+        return fp4gemm.nn.Experts.from_quantized(
+            first,
+            second,
+            *(self._tensor(f"{owner}_bias").float() for owner in owners),
+            layout="interleaved",
+            activation="swiglu_oai",
+            activations=self.activations,  # type: ignore[arg-type]
+        )
+
     def _weight(self, owner: str) -> fp4gemm.NVFP4Tensor:
-        tensors = []
-        for of in ("weight", "weight_scale", "weight_scale_2"):
-            with safe_open(self.folder / self.files[f"{owner}.{of}"], "pt") as opened:
-                tensors.append(opened.get_tensor(f"{owner}.{of}"))
-        return fp4gemm.NVFP4Tensor.from_modelopt(*tensors)
+        names = ("weight", "weight_scale", "weight_scale_2")
+        return fp4gemm.NVFP4Tensor.from_modelopt(*(self._tensor(f"{owner}.{of}") for of in names))
+
+    def _tensor(self, name: str) -> Tensor:
+        with safe_open(self.folder / self.files[name], "pt") as opened:
+            return opened.get_tensor(name)  # type: ignore[no-any-return]
 
 
 def main(arguments: dict[str, Any]) -> dict[str, Any]:

@@ -17,6 +17,11 @@ import fp4gemm
 import torch
 from torch import Tensor, nn
 
+FUSED = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
 PROMPT = [3, 17, 100, 45, 9, 120, 77]
 WORDS = 128
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -65,19 +70,20 @@ def compared(reference: nn.Module, seen: dict[str, list[tuple[Tensor, ...]]]) ->
                 found = modules.get(f"{parent.replace('block_sparse_moe', 'mlp')}.experts")
                 wanted = found(x, ids, scores)
             else:
-                parts = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-                wanted = torch.cat([modules[f"{parent}.{each}"](x) for each in parts.get(last, (last,))], -1)
+                parts = FUSED.get(last, (last,))
+                wanted = torch.cat([modules[f"{parent}.{each}"](x) for each in parts], -1)
             counts["equal" if torch.equal(wanted, y) else "different"] += 1
     return counts
 
 
-def loaded(folder: str) -> nn.Module:
-    """The checkpoint in transformers, with this library's layers."""
+def loaded(folder: str, activations: str | None) -> nn.Module:
+    """The checkpoint in transformers, with this library's layers; None: with its own activations."""
     import transformers
-    from fp4gemm.integrations.transformers import register
+    from fp4gemm.integrations.transformers import Fp4GemmConfig, register
 
     register()
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    options = {} if activations is None else {"quantization_config": Fp4GemmConfig(activations=activations)}
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **options)
     return model.to(DEVICE)  # type: ignore[no-any-return]
 
 
@@ -114,7 +120,10 @@ def main(arguments: dict[str, Any]) -> dict[str, Any]:
                 found["num_addresses"] = len(before)
             seen.clear()
             tokens, logprobs = generated()
-            reference = (float_quantized if "quantization" in engine else loaded)(source)
+            if "quantization" in engine:
+                reference = float_quantized(source)
+            else:
+                reference = loaded(source, os.environ.get("FP4GEMM_SERVING_ACTIVATIONS"))
             wanted = (
                 reference(torch.tensor([PROMPT], device=DEVICE)).logits[0, -1].float().log_softmax(-1).cpu()
             )
