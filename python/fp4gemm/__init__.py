@@ -17,6 +17,7 @@ from . import _native, epilogues, reference, selection
 from .containers import interop
 from .containers.decoded import DecodedTensor
 from .containers.fp8 import FP8Tensor
+from .containers.mxfp4 import quantize_mxfp4
 from .containers.mxfp8 import MXFP8Tensor, quantize_mxfp8
 from .containers.nvfp4 import NVFP4Tensor
 from .containers.prepacked import PrepackedTensor, prepack, unprepack
@@ -92,6 +93,7 @@ __all__ = [
     "quantize",
     "quantize_both",
     "quantize_fp8",
+    "quantize_mxfp4",
     "quantize_mxfp8",
     "ranks",
     "recipe",
