@@ -23,9 +23,11 @@ from fp4gemm.checkpoint import Options, Translation, convert
 from fp4gemm.checkpoint import formats as package
 from fp4gemm.checkpoint.formats import (
     FORMATS,
+    LAYERS,
     SOURCES,
     Format,
     FormatName,
+    Group,
     Scheme,
     SourceFormat,
     SourceName,
@@ -43,13 +45,21 @@ NEW = cast(FormatName, "new")
 
 
 def read_new(config: Any, where: str) -> Scheme:
-    return Scheme(**{**config["scheme"], "ignore": tuple(config["scheme"]["ignore"]), "targets": ("Linear",)})
+    said = config["scheme"]
+    return Scheme(**{**said, "ignore": tuple(said["ignore"]), "targets": ("Linear",), "groups": ()})
 
 
 def write_new(scheme: Scheme) -> dict[str, Any]:
     if scheme.targets != ("Linear",):
         raise ValueError(f"targets: got {scheme.targets}, must be ('Linear',) for the new format")
-    return {"scheme": {**vars(scheme), "ignore": list(scheme.ignore), "producer": None, "targets": None}}
+    fields = {
+        **vars(scheme),
+        "ignore": list(scheme.ignore),
+        "producer": None,
+        "targets": None,
+        "groups": None,
+    }
+    return {"scheme": fields}
 
 
 # A format of another library, whole: its outer scales have the direction of ModelOpt's.
@@ -70,6 +80,7 @@ WHOLE = Format(
     beside=("new.json", write_new),
     ignores=FORMATS["modelopt"].ignores,
     below=FORMATS["modelopt"].below,
+    has_mixes=False,
 )
 
 
@@ -94,10 +105,20 @@ def schemes(name: FormatName) -> Iterator[Scheme]:
         yield Scheme(name, "a16", ("lm_head", "a.b"), kv_cache, targets=targets)  # type: ignore[arg-type]
 
 
+def mixes(format: Format) -> Iterator[Scheme]:
+    """Schemes with one layer in each format of LAYERS, and with W4A16 beside W4A4."""
+    for stored in ("a16", *LAYERS):
+        groups = (Group(("a.x", "a.y"), stored),)
+        yield Scheme(format.name, "static", ("b",), targets=("a.z",), groups=groups)
+
+
 def check_configs(format: Format) -> None:
     """What is written has the name of the format and is read again; nothing is lost without an error."""
     refused = []
-    for scheme in schemes(format.name):
+    if not format.has_mixes:
+        with pytest.raises(ValueError, match=r"^groups: got a16, must be none for the "):
+            list(mixes(format))
+    for scheme in [*schemes(format.name), *(mixes(format) if format.has_mixes else ())]:
         try:
             config = json.loads(json.dumps(quantization_config(scheme)))
         except ValueError as error:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from fp4gemm.checkpoint.formats import (
+    Group,
     Producer,
     Scheme,
     hf_quant_config,
@@ -60,6 +61,7 @@ def changed(config: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
     return made
 
 
+MIX = (Group(("a.e",), "a16"), Group(("a.d", "a.f"), "fp8-channel"), Group(("a.g",), "fp8-tensor"))
 SCHEMES = [
     Scheme("modelopt", "a16", ("lm_head",)),
     Scheme("modelopt", "static", ("lm_head", "*.gate"), "fp8"),
@@ -67,6 +69,9 @@ SCHEMES = [
     Scheme("compressed-tensors", "a16", ("lm_head",), None, 256),
     Scheme("compressed-tensors", "static", ("re:.*gate$",), "fp8", targets=("Linear", "re:.*experts.*")),
     Scheme("compressed-tensors", "per-token"),
+    Scheme("modelopt", "per-token", ("lm_head",), "fp8", 256, targets=("a.b",), groups=MIX),
+    Scheme("modelopt", "a16", targets=("a.b", "a.c")),
+    Scheme("compressed-tensors", "static", ("lm_head",), targets=("Linear",), groups=MIX),
     Scheme("fp4gemm", "a16", ("lm_head",), None, 256, "row"),
     Scheme("fp4gemm", "static", ("lm_head",), "fp8"),
 ]
@@ -135,6 +140,69 @@ def test_compressed_tensors_spellings() -> None:
     assert read_quantization_config(config).targets == ("Linear", "re:.*experts.*")
 
 
+def mixed_modelopt(**layers: str) -> dict[str, Any]:
+    """A mix of ModelOpt with these algorithms; config_groups is what ModelOpt derives, and is absent here."""
+    named = {name: {"quant_algo": algorithm} for name, algorithm in layers.items()}
+    made = {**MO, "quant_algo": "MIXED_PRECISION", "quantized_layers": named}
+    del made["config_groups"]
+    return copy.deepcopy(made)
+
+
+FP8: dict[str, Any] = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
+
+
+def ct_mix(weights: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """W4A4 of all linear layers but down_proj, whose weights have these arguments."""
+    group = {"format": "float-quantized", "targets": ["re:.*down_proj$"], "weights": weights, **more}
+    first = {"format": CT["format"], "targets": ["Linear"], "weights": TENSOR_GROUP}
+    first["input_activations"] = {**TENSOR_GROUP, "dynamic": "local"}
+    return {**CT, "format": "mixed-precision", "config_groups": {"group_0": first, "group_1": group}}
+
+
+def test_a_mix_of_modelopt() -> None:
+    """As ModelOpt writes it for Nemotron 3; a16 beside W4A4 is a group of its own."""
+    config = mixed_modelopt(
+        **{"m.0.mixer.in_proj": "FP8", "m.1.mixer.experts.0.up_proj": "NVFP4", "m.2.a": "W4A16_NVFP4"}
+    )
+    config["quantized_layers"] |= {"m.3.experts": {"quant_algo": "nvfp4"}, "m.4": {"quant_algo": "fp8_pb_wo"}}
+    scheme = read_quantization_config(config)
+    assert scheme.activations == "static"
+    assert scheme.targets == ("m.1.mixer.experts.0.up_proj", "m.3.experts")
+    assert scheme.groups == (
+        Group(("m.0.mixer.in_proj",), "fp8-tensor"),
+        Group(("m.2.a",), "a16"),
+        Group(("m.4",), "fp8-block"),
+    )
+    find = scheme.lookup()
+    assert find("m.0.mixer.in_proj") == "fp8-tensor"
+    assert find("m.1.mixer.experts.0.up_proj") == "static"
+    assert find("m.2.a") == "a16"
+    assert find("m.3.experts.7.down_proj") == "static"
+    assert find("m.4.x") == "fp8-block"
+    assert find("m.0.mixer.out_proj") is None
+    assert find("lm_head") is None
+    assert scheme.quantizes("m.2.a")
+    assert not scheme.quantizes("m.0.mixer.in_proj")
+
+
+@pytest.mark.parametrize(
+    ("weights", "kind"),
+    [
+        ({**FP8, "strategy": "tensor"}, "fp8-tensor"),
+        ({**FP8, "strategy": "channel"}, "fp8-channel"),
+        ({**FP8, "strategy": "block", "block_structure": [128, 128]}, "fp8-block"),
+    ],
+)
+def test_a_mix_of_compressed_tensors(weights: dict[str, Any], kind: str) -> None:
+    scheme = read_quantization_config(ct_mix(weights))
+    find = scheme.lookup()
+    assert (scheme.activations, scheme.targets) == ("static", ("Linear",))
+    assert find("model.layers.0.mlp.down_proj") == kind
+    assert find("model.layers.0.mlp.up_proj") == "static"
+    assert find("lm_head") is None
+    assert find("model.layers.0.mlp.act", "SiLU") is None
+
+
 WEIGHTS = "config_groups/group_0/weights"
 INPUTS = "config_groups/group_0/input_activations"
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -146,20 +214,30 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "modelopt_int4": (changed(MO, f"{WEIGHTS}/type", "int"), r"weights of group_0: type is 'int'"),
     "modelopt_group": (changed(MO, f"{WEIGHTS}/group_size", 32), r"group_size is 32, must be 16"),
     "modelopt_mix": (
-        {
-            **MO,
-            "quant_algo": "MIXED_PRECISION",
-            "quantized_layers": {"a": {"quant_algo": "FP8"}, "b": {"quant_algo": "NVFP4"}},
-        },
-        r"quant_algo of a is 'FP8', must be NVFP4 or W4A16_NVFP4 in a mix",
+        mixed_modelopt(a="INT4_AWQ", b="NVFP4"),
+        r"quant_algo of a is 'INT4_AWQ', must be NVFP4, W4A16_NVFP4, FP8, FP8_PER_CHANNEL_PER_TOKEN, ",
     ),
-    "modelopt_mix_of_activations": (
+    "modelopt_mix_without_nvfp4": (
+        mixed_modelopt(a="FP8", b="FP8_PB_WO"),
+        r"its layers are FP8 per tensor or FP8 in blocks of 128 x 128, must have some in NVFP4",
+    ),
+    "modelopt_mix_group": (
         {
-            **MO,
-            "quant_algo": "MIXED_PRECISION",
-            "quantized_layers": {"a": {"quant_algo": "W4A16_NVFP4"}, "b": {"quant_algo": "NVFP4"}},
+            **mixed_modelopt(a="FP8", b="NVFP4"),
+            "config_groups": {"group_0": {"targets": ["a"], "weights": FP4}},
         },
-        r"mix NVFP4 \(b\) and W4A16_NVFP4 \(a\), must have one",
+        r"weights of group_0: num_bits is 4, must be 8 for FP8",
+    ),
+    "modelopt_mix_groups": (
+        {
+            **mixed_modelopt(a="FP8", b="NVFP4"),
+            "config_groups": {"group_0": {"targets": ["a", "b"], "weights": FP4}},
+        },
+        r"group_0 of config_groups has targets in NVFP4 and in FP8 by quantized_layers",
+    ),
+    "modelopt_mix_size": (
+        changed(mixed_modelopt(a="FP8", b="NVFP4"), "quantized_layers/b/group_size", 32),
+        r"b: group_size is 32, must be 16",
     ),
     "modelopt_empty_mix": (changed(MO, "quant_algo", "MIXED_PRECISION"), r"quantized_layers is empty"),
     "modelopt_cache": ({**MO, "kv_cache_scheme": "INT8"}, r"the KV cache is 'INT8' \(str\), must be null"),
@@ -180,6 +258,19 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         r"sparsity_config is .*, must be empty",
     ),
     "ct_status": (changed(CT, "quantization_status", "frozen"), r"quantization_status is 'frozen'"),
+    "ct_mix_int8": (ct_mix({"num_bits": 8, "type": "int"}), r"weights of group_1: type is 'int', must be"),
+    "ct_mix_block": (
+        ct_mix({**FP8, "strategy": "block", "block_structure": [64, 64]}),
+        r"weights of group_1 have the strategy 'block', block_structure \[64, 64\], must be FP8 per tensor, ",
+    ),
+    "ct_mix_group": (ct_mix({**FP8, "strategy": "group"}), r"weights of group_1 have the strategy 'group'"),
+    "ct_mix_zeros": (ct_mix({**FP8, "symmetric": False}), r"weights of group_1: symmetric is False"),
+    "ct_mix_activations": (
+        ct_mix(
+            TENSOR_GROUP, format="nvfp4-pack-quantized", input_activations={**TENSOR_GROUP, "dynamic": True}
+        ),
+        r"layers have \['static', 'per-token'\] activations, must have one kind beside 'a16'",
+    ),
     "ct_groups": (changed(CT, "config_groups", {}), r"config_groups is empty or missing"),
     "fp4gemm_version": ({"quant_method": "fp4gemm", "format_version": 2}, r"format_version is 2, must be 1"),
     "fp4gemm_scaling": (
@@ -222,6 +313,11 @@ def test_two_files_that_disagree(tmp_path: Path) -> None:
     path.write_text(json.dumps(changed(HF, "quantization/quant_algo", "W4A16_NVFP4")))
     with pytest.raises(ValueError, match=r"^hf_quant_config\.json: .* a16 activations, must be static"):
         read_scheme({"quantization_config": MO}, tmp_path)
+    both = (mixed_modelopt(a=algorithm, b="NVFP4") for algorithm in ("FP8", "FP8_PB_WO"))
+    config, other = both
+    path.write_text(json.dumps({"quantization": other}))
+    with pytest.raises(ValueError, match=r"^hf_quant_config\.json: a is fp8-block, must be fp8-tensor as in"):
+        read_scheme({"quantization_config": config}, tmp_path)
     path.write_text("{")
     with pytest.raises(ValueError, match=r"hf_quant_config\.json: is no JSON"):
         read_scheme({}, tmp_path)
@@ -243,8 +339,18 @@ def test_schemes_that_cannot_be() -> None:
         quantization_config(Scheme("compressed-tensors", kv_cache="nvfp4"))
     with pytest.raises(ValueError, match=r"^producer: got 'modelopt', must be None or fp4gemm where"):
         quantization_config(Scheme("modelopt", e4m3_max=256, producer=Producer("modelopt")))
-    with pytest.raises(ValueError, match=r"^targets: got \('a',\), must be \('Linear',\) for the modelopt"):
-        quantization_config(Scheme("modelopt", targets=("a",)))
+    for targets in (("re:.*up_proj",), ("Linear", "a")):
+        with pytest.raises(ValueError, match=r"^targets: got '.*', must be names of modules in a mix"):
+            quantization_config(Scheme("modelopt", targets=targets))
+    with pytest.raises(ValueError, match=r"^targets: got 'Linear', must be names of modules in a mix"):
+        quantization_config(Scheme("modelopt", groups=(Group(("a",), "fp8-channel"),)))
+    with pytest.raises(ValueError, match=r"^groups: got fp8-channel, must be none for the fp4gemm format"):
+        Scheme("fp4gemm", groups=(Group(("a",), "fp8-channel"),))
+    for given in ("fp8", "per-token,four_over_six=mae"):
+        with pytest.raises(ValueError, match=r"^groups: got 'a16' beside activations '.*', must be beside "):
+            Scheme("modelopt", given, targets=("b",), groups=(Group(("a",), "a16"),))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^groups: got 'fp8', must be 'a16', 'fp8-tensor', "):
+        Scheme("modelopt", groups=(Group(("a",), "fp8"),))
     with pytest.raises(ValueError, match=r"^format: got 'fp4gemm', must be 'modelopt' for hf_quant"):
         hf_quant_config(Scheme("fp4gemm"))
 

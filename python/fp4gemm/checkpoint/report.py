@@ -21,7 +21,7 @@ from .source import TensorInfo
 
 __all__ = ["ConvertReport", "LayerError", "TensorReport", "amax_ratios", "layer_error", "plan_report"]
 
-Action = Literal["quantized", "float", "translated"]
+Action = Literal["quantized", "float", "translated", "kept", "dequantized"]
 
 WORST = 3  # layers that the text names
 ROWS = 2**22  # elements that are dequantized at a time
@@ -36,8 +36,9 @@ class TensorReport:
     Attributes:
         name: in the old checkpoint.
         shape, dtype: those in the old checkpoint.
-        action: "quantized", "float" (it stays) or "translated" (its outer scale alone may change).
-        reason: why it stays, or with which layers it shares an amax; "" for others.
+        action: "quantized", "float" (it stays) or "translated" (its outer scale alone may change). A layer in
+            FP8 is "kept" with its bytes, or "dequantized" to bfloat16.
+        reason: why it stays, with which layers it shares an amax, or its format beside NVFP4; "" for others.
         bytes_before, bytes_after: of the tensor, and of all that it becomes.
     """
 

@@ -23,6 +23,7 @@ from .calibration import Inputs, Text, inputs_of
 from .engine import convert_set, label, tensors_of
 from .formats import (
     FORMATS,
+    LAYERS,
     SOURCES,
     Format,
     FormatName,
@@ -34,10 +35,11 @@ from .formats import (
     quantization_config,
     read_scheme,
 )
+from .mixed import of_module, others_of, scheme_of_mix, slots_of_other, translated_other
 from .options import Options
 from .output import STATE, FileLayout, Slot, layout, slots_of_set, slots_of_weight
-from .plan import FusedSet, Part, Plan, ignored_modules
-from .report import ConvertReport, TensorReport, amax_ratios, layer_error, plan_report
+from .plan import FusedSet, Part, Plan
+from .report import Action, ConvertReport, TensorReport, amax_ratios, layer_error, plan_report
 from .runner import Made, Task
 from .source import CheckpointError, Source
 from .stacked import Expanded, expanded
@@ -243,17 +245,17 @@ def _translation(source: Source, format: FormatName, target: FormatName) -> Expa
             "float checkpoint with weight_scaling='tensor'"
         )
     weights = _weights(source, old)
+    others = others_of(source, scheme, weights)
     taken = {name for names in weights.values() for name in names}
+    taken |= {name for names, _ in others.values() for name in names}
     kept = {name: _kept_name(name, old, new) for name in source.tensors if name not in taken}
     facts = rules.Facts.of(source.config, source.tensors)
     reasons = {name: rules.why_kept(name, source.tensors[name].shape, facts) for name in kept}
-    scheme = replace(
-        scheme,
-        format=target,
-        ignore=tuple(ignored_modules(source.tensors, reasons, set(weights), target)),
-        targets=("Linear",),
-        producer=None,
-    )
+    kept_others = set(others) if new.has_mixes else set()
+    reasons |= {f"{module}.weight": "" for module in others if module not in kept_others}
+    given = scheme
+    scheme = scheme_of_mix(source, given, target, weights, others, reasons, kept_others)
+    find = given.lookup()
     slots: dict[str, list[Slot]] = {shard: [] for shard in source.shards}
     tasks, entries = [], []
     for name, renamed in kept.items():
@@ -265,15 +267,30 @@ def _translation(source: Source, format: FormatName, target: FormatName) -> Expa
         infos = [source.tensors[name] for name in names]
         writes, after = {}, Counter[str]()
         n, half_k = infos[0].shape
+        own = of_module(scheme, find(module))
         for slot, info in zip(
-            slots_of_weight(module, (n, 2 * half_k), scheme), [*infos, infos[0]], strict=False
+            slots_of_weight(module, (n, 2 * half_k), own), [*infos, infos[0]], strict=False
         ):
             slots[info.file].append(slot)
             writes[slot.name] = info.file
             after[info.name] += slot.nbytes
         entries += [TensorReport.of(info, "translated", "", after[info.name]) for info in infos]
-        make = partial(_translated, module, scheme, format, target)
+        make = partial(_translated, module, own, format, target)
         reads = tuple((name, None) for name in names)
+        tasks.append(Task(module, reads, writes, sum(info.nbytes for info in infos), make))
+    for module, (names, layer) in others.items():
+        infos = [source.tensors[name] for name in names]
+        made = slots_of_other(infos, module, layer, target if module in kept_others else None)
+        slots[infos[0].file] += made
+        title = LAYERS[layer].title
+        reason, action = (f"{title} -> bf16", "dequantized") if module not in kept_others else (title, "kept")
+        for info in infos:
+            first = info is infos[0]
+            size = sum(slot.nbytes for slot in made) if first else 0
+            entries.append(TensorReport.of(info, cast(Action, action), reason, size))
+        make = partial(translated_other, module, layer, target if module in kept_others else None)
+        reads = tuple((name, None) for name in names)
+        writes = {slot.name: infos[0].file for slot in made}
         tasks.append(Task(module, reads, writes, sum(info.nbytes for info in infos), make))
     return scheme, slots, tasks, entries
 

@@ -23,6 +23,10 @@ The third is ours, for an amax for each row. Its config has ``quant_method: fp4g
 refuse by name. transformers warns that it skips an unknown method, and then refuses ``weight``, which has
 half the columns that it expects.
 
+:data:`LAYERS` has the formats that single layers of a mixed checkpoint of ModelOpt or compressed-tensors may
+have beside NVFP4: ``weight`` (n, k) in FP8, and ``weight_scale`` with one number for the weight, for each
+row, or for each block of 128 x 128.
+
 :data:`SOURCES` has the formats that are read and never written. Their weights become NVFP4 weights: the MXFP4
 experts of GPT-OSS, ``gate_up_proj_blocks`` (g, n, k/32, 16) and ``gate_up_proj_scales`` (g, n, k/32).
 
@@ -51,6 +55,10 @@ from .base import (
 )
 from .compressed_tensors import COMPRESSED_TENSORS
 from .fp4gemm import FP4GEMM
+from .fp8_block import FP8_BLOCK
+from .fp8_channel import FP8_CHANNEL
+from .fp8_tensor import FP8_TENSOR
+from .layers import LAYERS, Group, LayerFormat, LayerName, StoredLayer
 from .modelopt import MODELOPT, hf_quant_config
 from .mxfp4 import MXFP4
 from .sources import SOURCES, SourceFormat, SourceName, Stack
@@ -58,15 +66,20 @@ from .stored import StoredWeight
 
 __all__ = [
     "FORMATS",
+    "LAYERS",
     "SOURCES",
     "Format",
     "FormatName",
+    "Group",
     "KVCache",
+    "LayerFormat",
+    "LayerName",
     "Producer",
     "Scheme",
     "SourceFormat",
     "SourceName",
     "Stack",
+    "StoredLayer",
     "StoredWeight",
     "configs_beside",
     "hf_quant_config",
@@ -77,6 +90,7 @@ __all__ = [
 ]
 
 FORMATS |= {each.name: each for each in (MODELOPT, COMPRESSED_TENSORS, FP4GEMM)}
+LAYERS |= {each.name: each for each in (FP8_TENSOR, FP8_CHANNEL, FP8_BLOCK)}
 SOURCES |= {each.name: each for each in (MXFP4,)}
 
 
@@ -129,6 +143,13 @@ def read_scheme(config: Json, folder: Path | str | None = None) -> Scheme | None
                     f"{file}: quant_algo has {other.activations} activations, must be {scheme.activations} "
                     "as in config.json"
                 )
+            here, there = ({t: g.stored for g in each.groups for t in g.targets} for each in (scheme, other))
+            for name in sorted(here.keys() | there.keys()):
+                if here.get(name) != there.get(name):
+                    raise ValueError(
+                        f"{file}: {name} is {there.get(name, 'NVFP4 or in float')}, must be "
+                        f"{here.get(name, 'NVFP4 or in float')} as in config.json"
+                    )
         return scheme
     return next((FORMATS[name].read(content, file) for name, (file, content) in files.items()), None)
 

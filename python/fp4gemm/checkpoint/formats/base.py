@@ -22,6 +22,7 @@ from ...recipe import (
     WeightScaling,
     checked_activations,
 )
+from .layers import LAYERS, Group, LayerName, Stored
 
 FormatName = Literal["modelopt", "compressed-tensors", "fp4gemm"]
 Direction = Literal["decodes", "encodes", "amax"]
@@ -66,6 +67,7 @@ class Format:
         ignores: called with the name of a module, patterns and the name of its class; returns whether one of
             the patterns keeps the module in float.
         below: called with the name of a module; returns the pattern of every module below it.
+        has_mixes: whether a checkpoint may have layers of several formats (``groups`` of its scheme).
 
     Raises:
         TypeError: a part is missing. ValueError: the direction does not exist, or two suffixes are equal.
@@ -87,6 +89,7 @@ class Format:
     beside: tuple[str, Callable[[Scheme], dict[str, Any]]] | None
     ignores: Callable[[str, Iterable[str], str], bool]
     below: Callable[[str], str]
+    has_mixes: bool
 
     def __post_init__(self) -> None:
         _checks.is_one_of("direction", self.direction, ("decodes", "encodes", "amax"))
@@ -202,9 +205,12 @@ class Scheme:
         targets: the modules that are quantized unless ``ignore`` matches: names of classes or modules, or
             "re:" and a regular expression.
         producer: who wrote the checkpoint; None: unknown, and this library where it is written.
+        groups: the layers of a mix that are not as the fields above say: NVFP4 with other activations, or in
+            a format of :data:`.LAYERS`. A name among them comes before targets.
 
     Raises:
-        TypeError, ValueError: a field is no such value, or scaling is "row" in another format.
+        TypeError, ValueError: a field is no such value; scaling is "row", or there are groups, in a format
+            that does not hold them; or a group has activations that no mix can say.
     """
 
     format: FormatName
@@ -215,6 +221,7 @@ class Scheme:
     scaling: WeightScaling = "tensor"
     targets: tuple[str, ...] = ("Linear",)
     producer: Producer | None = None
+    groups: tuple[Group, ...] = ()
 
     def __post_init__(self) -> None:
         about = format_of(self.format)
@@ -229,6 +236,48 @@ class Scheme:
                 raise TypeError(f"{name}: got {_checks.describe(value)}, must be a tuple of str")
         if self.scaling == "row" and not about.has_row_scales:
             raise ValueError(f"scaling: got 'row', must be 'tensor' for the {self.format} format")
+        if self.groups and not about.has_mixes:
+            raise ValueError(
+                f"groups: got {_checks.listing([each.stored for each in self.groups])}, must be none for the "
+                f"{self.format} format, whose quantized layers are all NVFP4 of one kind"
+            )
+        for each in self.groups:
+            _checks.is_one_of("groups", each.stored, ("a16", *LAYERS))
+            if each.stored == "a16" and said_to_others(known) != known:
+                raise ValueError(
+                    f"groups: got 'a16' beside activations {known!r}, must be beside 'static' or "
+                    "'per-token': loaders would take what producer says of the others for them too"
+                )
+
+    def lookup(self) -> Callable[..., Stored | None]:
+        """A function ``(name, class_name="Linear")``: how the config says that a module is stored.
+
+        It returns the activations of NVFP4, the name of a format of :data:`.LAYERS`, or None of a module that
+        stays in float. Names come before classes, and groups before targets.
+        """
+        about = FORMATS[self.format]
+        single: dict[str, Stored] = {}
+        expressions: list[tuple[str, Stored]] = []
+        for group in (*self.groups, Group(self.targets, self.activations)):
+            for target in group.targets:
+                if target.startswith("re:"):
+                    expressions.append((target, group.stored))
+                else:
+                    single.setdefault(target, group.stored)
+
+        def find(name: str, class_name: str = "Linear") -> Stored | None:
+            if about.ignores(name, self.ignore, class_name):
+                return None
+            parts = name.split(".")
+            for end in range(len(parts), 0, -1):  # ModelOpt may name experts by the module that holds them
+                if ".".join(parts[:end]) in single:
+                    return single[".".join(parts[:end])]
+            for target, kind in expressions:
+                if matches_target(name, (target,), ""):
+                    return kind
+            return single.get(class_name)
+
+        return find
 
     @property
     def has_input_scales(self) -> bool:
@@ -242,8 +291,7 @@ class Scheme:
 
         The tensors are the truth: a weight whose codes are in the checkpoint is quantized.
         """
-        is_target = matches_target(name, self.targets, class_name)
-        return is_target and not FORMATS[self.format].ignores(name, self.ignore, class_name)
+        return self.lookup()(name, class_name) in INPUTS
 
 
 # The two languages of patterns. The targets of a scheme are of the second in every format.
@@ -364,6 +412,35 @@ def read_cache(value: object, where: str) -> KVCache | None:
     if isinstance(value, str) and value.lower() in KV_CACHES:
         return cast(KVCache, value.lower())
     raise ValueError(f"{where}: the KV cache is {_checks.describe(value)}, must be null, FP8 or NVFP4")
+
+
+def in_order(kinds: Mapping[str, list[str]], where: str) -> tuple[StoredActivations, tuple[Group, ...]]:
+    """The activations of the NVFP4 layers of a mix, and its other groups.
+
+    Args:
+        kinds: targets by what is stored: activations of NVFP4, or the name of a format of LAYERS.
+        where: the name of the config, for messages.
+
+    Raises:
+        ValueError: there is no NVFP4 layer, or two ways to quantize the activations of NVFP4.
+    """
+    nvfp4 = sorted((kind for kind in kinds if kind in INPUTS), key=lambda kind: kind == "a16")
+    if not nvfp4:
+        found = _checks.listing([LAYERS[cast(LayerName, kind)].title for kind in kinds])
+        raise ValueError(f"{where}: its layers are {found}, must have some in NVFP4")
+    if len(nvfp4) > 1 and nvfp4[1] != "a16":
+        raise ValueError(f"{where}: layers have {nvfp4} activations, must have one kind beside 'a16'")
+    groups = tuple(
+        Group(tuple(targets), cast("Stored", kind)) for kind, targets in kinds.items() if kind != nvfp4[0]
+    )
+    return cast(StoredActivations, nvfp4[0]), groups
+
+
+def check_fp8(arguments: Json, where: str) -> None:
+    """Raise ValueError unless these are the arguments of FP8."""
+    for key, wanted in (("num_bits", 8), ("type", "float")):
+        if arguments.get(key) != wanted:
+            raise ValueError(f"{where}: {key} is {arguments.get(key)!r}, must be {wanted!r} for FP8")
 
 
 def check_fp4(arguments: Json, where: str) -> None:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ..._checks import describe
+from ..._checks import describe, listing
 from ...recipe import INPUTS, StoredActivations
 from . import base
 from .base import Format, Json, Scheme
+from .layers import LAYERS
 
-__all__ = ["COMPRESSED_TENSORS"]
+__all__ = ["COMPRESSED_TENSORS", "is_nvfp4"]
 
-PACKED = "nvfp4-pack-quantized"
+PACKED, FLOAT, MIX = "nvfp4-pack-quantized", "float-quantized", "mixed-precision"
 
 
 def _read(config: Json, where: str) -> Scheme:
@@ -21,23 +22,13 @@ def _read(config: Json, where: str) -> Scheme:
     if not groups:
         raise ValueError(f"{where}: config_groups is empty or missing, must have a group")
     overall = config.get("format")
-    targets: list[str] = []
-    found: set[StoredActivations] = set()
+    kinds: dict[str, list[str]] = {}
     for name, group in groups.items():
-        if not isinstance(group, Mapping) or not isinstance(group.get("weights"), Mapping):
-            raise ValueError(f"{where}: {name} of config_groups has no weights, must be NVFP4")
-        format = group.get("format") or overall
-        if format != PACKED:
-            raise ValueError(f"{where}: format of {name} is {format!r}, must be {PACKED!r}")
-        _check_tensor_group(group["weights"], f"{where}: weights of {name}")
-        if group.get("output_activations") is not None:
-            raise ValueError(f"{where}: output_activations of {name} is set, must be null")
-        found.add(_activations(group.get("input_activations"), f"{where}: input_activations of {name}"))
-        targets += base.read_strings(group.get("targets"), f"{where}: targets of {name}")
-    if len(found) > 1:
-        raise ValueError(f"{where}: config_groups have {sorted(found)} activations, must have one kind")
-    if overall not in (PACKED, "mixed-precision"):
-        raise ValueError(f"{where}: format is {overall!r}, must be {PACKED!r}")
+        kind = _kind(name, group, overall, where)
+        targets = base.read_strings(group.get("targets"), f"{where}: targets of {name}")
+        kinds.setdefault(kind, []).extend(targets)
+    if overall not in (PACKED, MIX):
+        raise ValueError(f"{where}: format is {overall!r}, must be {PACKED!r} or {MIX!r}")
     status = config.get("quantization_status", "compressed")
     if status != "compressed":
         raise ValueError(f"{where}: quantization_status is {status!r}, must be 'compressed'")
@@ -45,16 +36,42 @@ def _read(config: Json, where: str) -> Scheme:
         value = config.get(key)
         if value and not (isinstance(value, Mapping) and value.get("format") == "dense"):
             raise ValueError(f"{where}: {key} is {describe(value)}, must be empty")
-    activations, e4m3_max = base.read_options(config, found.pop(), where)
+    given, others = base.in_order(kinds, where)
+    activations, e4m3_max = base.read_options(config, given, where)
     return Scheme(
         "compressed-tensors",
         activations,
         base.read_strings(config.get("ignore"), f"{where}: ignore"),
         base.read_cache(config.get("kv_cache_scheme"), where),
         e4m3_max,
-        targets=tuple(dict.fromkeys(targets)),
+        targets=tuple(dict.fromkeys(kinds[given])),
         producer=base.producer_of(config),
+        groups=others,
     )
+
+
+def _kind(name: str, group: object, overall: object, where: str) -> str:
+    """What a group stores: activations of NVFP4, or the name of a format of LAYERS."""
+    if not isinstance(group, Mapping) or not isinstance(group.get("weights"), Mapping):
+        raise ValueError(f"{where}: {name} of config_groups has no weights, must be NVFP4 or FP8")
+    format, weights = group.get("format") or overall, group["weights"]
+    if group.get("output_activations") is not None:
+        raise ValueError(f"{where}: output_activations of {name} is set, must be null")
+    if format == PACKED:
+        _check_tensor_group(weights, f"{where}: weights of {name}")
+        return _activations(group.get("input_activations"), f"{where}: input_activations of {name}")
+    if format != FLOAT:
+        raise ValueError(f"{where}: format of {name} is {format!r}, must be {PACKED!r} or {FLOAT!r}")
+    base.check_fp8(weights, f"{where}: weights of {name}")
+    for key, allowed in (("symmetric", (True, None)), ("dynamic", (False, None)), ("actorder", (None,))):
+        if weights.get(key) not in allowed:
+            raise ValueError(f"{where}: weights of {name}: {key} is {weights[key]!r}, must be {allowed[0]!r}")
+    found = next((each.name for each in LAYERS.values() if each.fits(weights)), None)
+    if found is None:
+        known = listing([each.title for each in LAYERS.values()])
+        about = ", ".join(f"{key} {weights.get(key)!r}" for key in ("strategy", "block_structure"))
+        raise ValueError(f"{where}: weights of {name} have the {about}, must be {known}")
+    return found
 
 
 def _activations(arguments: object, where: str) -> StoredActivations:
@@ -107,16 +124,19 @@ def _write(scheme: Scheme) -> dict[str, Any]:
         }
     elif scheme.kv_cache is not None:
         raise ValueError(f"kv_cache: got {scheme.kv_cache!r}, must be None or 'fp8' for compressed-tensors")
-    group = {
-        "format": PACKED,
-        "targets": list(scheme.targets),
-        "weights": numbers,
-        "input_activations": activations,
-        "output_activations": None,
-    }
+    groups = {"group_0": _group(PACKED, scheme.targets, numbers, activations)}
+    for number, (targets, kind) in enumerate(scheme.groups, 1):
+        if kind in LAYERS:
+            about = LAYERS[kind]
+            weights = {"symmetric": True, "dynamic": False, **about.weights}
+            made = _group(FLOAT, targets, weights, dict(about.inputs))
+        else:
+            made = _group(PACKED, targets, numbers, None)
+        groups[f"group_{number}"] = made
+    is_mix = any(each["format"] != PACKED for each in groups.values())
     return {
-        "config_groups": {"group_0": group},
-        "format": PACKED,
+        "config_groups": groups,
+        "format": MIX if is_mix else PACKED,
         "global_compression_ratio": None,
         "ignore": list(scheme.ignore),
         "kv_cache_scheme": cache,
@@ -124,6 +144,26 @@ def _write(scheme: Scheme) -> dict[str, Any]:
         "quantization_status": "compressed",
         "producer": base.written_producer(scheme, has_options=True),
     }
+
+
+def _group(
+    format: str, targets: Iterable[str], weights: dict[str, Any], inputs: dict[str, Any] | None
+) -> dict[str, Any]:
+    return {
+        "format": format,
+        "targets": list(targets),
+        "weights": dict(weights),
+        "input_activations": inputs,
+        "output_activations": None,
+    }
+
+
+def is_nvfp4(config: Json) -> bool:
+    """Whether a config of this method has layers in NVFP4, so that this library loads its checkpoint."""
+    overall, groups = config.get("format"), config.get("config_groups")
+    if overall != MIX or not isinstance(groups, Mapping):
+        return overall == PACKED
+    return any(isinstance(each, Mapping) and each.get("format") == PACKED for each in groups.values())
 
 
 def _below(module: str) -> str:
@@ -147,4 +187,5 @@ COMPRESSED_TENSORS = Format(
     beside=None,
     ignores=base.matches_target,
     below=_below,
+    has_mixes=True,
 )

@@ -68,4 +68,5 @@ FP4GEMM = Format(
     beside=None,
     ignores=base.matches_wildcard,
     below=str,  # a pattern that matches a module matches what it contains
+    has_mixes=False,
 )

@@ -22,6 +22,7 @@ from ...checkpoint.formats import (
     read_quantization_config,
 )
 from ...checkpoint.formats.base import OWN_ACTIVATIONS, own_value
+from ...checkpoint.formats.compressed_tensors import is_nvfp4
 from ...nn._inputs import check_fast_accum
 from ...recipe import (
     AUTO,
@@ -41,7 +42,6 @@ __all__ = ["Fp4GemmConfig", "compressed_tensors"]
 Fuse = Literal["auto", "none"]
 FAST = "use_fast_accum"  # the key of the producer for this option
 ROUNDED = "rounded_gate"  # the key of the producer for this option of the experts
-PACKED = "nvfp4-pack-quantized"  # the format of compressed-tensors that is NVFP4
 OPTIONS = (
     *("weight_scaling", "activations", "method", "calibration"),
     *("include", "exclude", "fuse", "use_fast_accum", "format", "recipe"),
@@ -190,9 +190,7 @@ class Fp4GemmConfig(QuantizationConfigMixin):
     def of(cls, scheme: Scheme) -> Fp4GemmConfig:
         """The config of a checkpoint of this scheme."""
         made = cls(format=scheme.format)
-        # The targets of a mix of algorithms cannot be written again, and nothing reads them here.
-        is_mix = scheme.format == "modelopt"
-        made.scheme = dataclasses.replace(scheme, targets=("Linear",)) if is_mix else scheme
+        made.scheme = scheme
         return made
 
     def describe(
@@ -302,8 +300,7 @@ def compressed_tensors(old: Any) -> Any:
         def from_dict(
             cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any
         ) -> Any:
-            is_ours = config_dict.get("format") == PACKED
-            made = cast(Any, Fp4GemmConfig if is_ours else old)
+            made = cast(Any, Fp4GemmConfig if is_nvfp4(config_dict) else old)
             return made.from_dict(config_dict, return_unused_kwargs=return_unused_kwargs, **kwargs)
 
     return CompressedTensorsOrFp4GemmConfig

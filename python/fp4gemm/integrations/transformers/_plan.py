@@ -7,9 +7,11 @@ out is looked up in a table: no name is matched by a pattern that might also mat
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -17,19 +19,37 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, dot_natural_key, rename_source_key
 
 from ... import _names, nn
-from ...checkpoint.formats import FormatName, SourceFormat, Stack, StoredWeight
+from ...checkpoint.formats import (
+    LAYERS,
+    FormatName,
+    LayerName,
+    SourceFormat,
+    Stack,
+    StoredLayer,
+    StoredWeight,
+)
 from ...checkpoint.stacked import rounding
 from ...containers.interop import MXFP4Report
 from ...containers.nvfp4 import NVFP4Tensor
 from ...models import moe
 from ...nn._weight import BOUND
 from ...nn.experts import StackedWeight
-from ...recipe import LayerActivations
+from ...recipe import INPUTS, LayerActivations, StoredActivations
 from ...stacks import joined, stack
 from ._stored import StoredModule, refuse
 
-__all__ = ["Fill", "FillStack", "Plan", "make_plan", "make_plan_of_stacks", "swap"]
+__all__ = [
+    "Fill",
+    "FillFloat",
+    "FillStack",
+    "Plan",
+    "about_dequantized",
+    "make_plan",
+    "make_plan_of_stacks",
+    "swap",
+]
 
+NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 ANCHOR = "weight_amax"  # the tensor of a module to whose name all of its stored tensors are collected
 
 
@@ -74,6 +94,24 @@ class FillStack(NamedTuple):
         return bool(self.stack.bias)
 
 
+class FillFloat(NamedTuple):
+    """The tensors of a layer in a format of LAYERS, whose values fill a linear layer that stays in float.
+
+    Attributes:
+        module: the name of the linear layer in the model.
+        stored: the module in the checkpoint.
+        dtype: that of the float weight.
+    """
+
+    module: str
+    stored: StoredModule
+    dtype: torch.dtype
+
+    @property
+    def is_per_row(self) -> bool:
+        return False
+
+
 @dataclass
 class Plan:
     """The tensors of a checkpoint, and the modules of the model that they fill.
@@ -84,16 +122,18 @@ class Plan:
         targets: that name, by the name of each stored tensor after transformers' renamings.
         linears: the module in the checkpoint, by the name of the linear layer in the model.
         experts: how a module of experts is made, by its name in the model.
+        activations: what the checkpoint says of the experts of that name.
         left: modules of the checkpoint that the model does not have.
         notes: what was rounded in the weights of a format of SOURCES, in words.
     """
 
     format: FormatName
     e4m3_max: int
-    fills: dict[str, Fill | FillStack] = field(default_factory=dict)
+    fills: dict[str, Fill | FillStack | FillFloat] = field(default_factory=dict)
     targets: dict[str, str] = field(default_factory=dict)
     linears: dict[str, StoredModule] = field(default_factory=dict)
     experts: dict[str, moe.ExpertsPlan] = field(default_factory=dict)
+    activations: dict[str, StoredActivations] = field(default_factory=dict)
     left: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -104,6 +144,9 @@ class Plan:
             KeyError, TypeError, ValueError: naming the tensor that cannot be used.
         """
         fill = self.fills[anchor]
+        if isinstance(fill, FillFloat):
+            layer = StoredLayer.read(tensors, fill.stored.name, cast(LayerName, fill.stored.stored))
+            return {anchor: layer.dequantize(fill.dtype)}
         if isinstance(fill, FillStack):
             weight, bias = self._of_stack(fill, tensors)
         else:
@@ -151,6 +194,20 @@ class Plan:
         return weight, tensors[one.bias].to(torch.float32, copy=True) if one.bias else None
 
 
+def about_dequantized(plan: Plan) -> list[str]:
+    """A line for each format of LAYERS whose layers stay in float; names are counted without numbers."""
+    found: dict[str, Counter[str]] = {}
+    for fill in plan.fills.values():
+        if isinstance(fill, FillFloat):
+            dtype = str(fill.dtype).removeprefix("torch.").replace("bfloat16", "bf16")
+            what = f"{LAYERS[cast(LayerName, fill.stored.stored)].title} -> {dtype}"
+            found.setdefault(what, Counter())[NUMBER.sub("*", fill.module)] += 1
+    return [
+        f"{what}: {', '.join(f'{n} x {name}' if n > 1 else name for name, n in counts.items())}"
+        for what, counts in found.items()
+    ]
+
+
 def make_plan(
     model: Any, modules: Sequence[StoredModule], unused: Sequence[str], format: FormatName, e4m3_max: int
 ) -> Plan:
@@ -173,28 +230,35 @@ def make_plan(
         weight = rename_source_key(f"{stored.name}.weight", renamings, [], prefix, state)[0]
         name = weight.removesuffix(".weight")
         if name in found:
-            problems += _add_linear(plan, name, found[name], stored)
+            add = _add_linear if stored.stored in INPUTS else _add_float
+            problems += add(plan, name, found[name], stored)
             continue
         one = _names.expert_of(name)
         role = None if one is None else _names.role_of(one[2])
         if one is not None and role is not None:
             down = rename_source_key(f"{one[0]}.{_names.STACKED.down}", [], [], prefix, state)[0]
             owner = down.rpartition(".")[0]
-            if owner in found:
+            if owner in found and stored.stored in INPUTS:
                 experts.setdefault(owner, {})[one[1], role] = stored
+                continue
+            if owner in found:
+                title = LAYERS[cast(LayerName, stored.stored)].title
+                problems.append(
+                    f"{stored.name} is {title}, which experts of transformers cannot be loaded from; convert "
+                    f"--from {format} --to fp4gemm makes them bf16"
+                )
                 continue
         plan.left.append(stored.name)
     for owner, members in experts.items():
         problems += _add_experts(plan, owner, found[owner], members)
     refuse(f"checkpoint: {len(problems)} weights do not fit the model", problems)
-    fit = {
-        name: anchor
-        for anchor, fill in plan.fills.items()
-        if isinstance(fill, Fill)
-        for names in fill.shards
-        for name in names
-    }
-    if not fit:
+    fit: dict[str, str] = {}
+    for anchor, fill in plan.fills.items():
+        if isinstance(fill, Fill):
+            fit |= {name: anchor for names in fill.shards for name in names}
+        elif isinstance(fill, FillFloat):
+            fit[fill.stored.name] = anchor
+    if not any(isinstance(fill, Fill) for fill in plan.fills.values()):
         raise ValueError(f"checkpoint: its NVFP4 weights, such as {modules[0].name}, are none of the model's")
     wanted = {
         f"{each.name}.{suffix}": fit[each.name]
@@ -284,6 +348,20 @@ def _add_linear(plan: Plan, name: str, module: torch.nn.Module, stored: StoredMo
     return []
 
 
+def _add_float(plan: Plan, name: str, module: torch.nn.Module, stored: StoredModule) -> list[str]:
+    """Enter a linear layer that stays in float, with the values of a format of LAYERS."""
+    title = LAYERS[cast(LayerName, stored.stored)].title
+    if not isinstance(module, torch.nn.Linear):
+        return [
+            f"{stored.name} is {title}, and {name} is a {type(module).__name__}, must be a torch.nn.Linear"
+        ]
+    shape = module.out_features, module.in_features
+    if (stored.n, stored.k) != shape:
+        return [f"{stored.name} is a weight {(stored.n, stored.k)}, must be {shape} for {name}"]
+    plan.fills[f"{name}.weight"] = FillFloat(name, stored, module.weight.dtype)
+    return []
+
+
 def _add_experts(
     plan: Plan, name: str, module: torch.nn.Module, members: Mapping[tuple[int, str], StoredModule]
 ) -> list[str]:
@@ -300,9 +378,13 @@ def _add_experts(
             problems.append(f"{stored.name} is a weight {(stored.n, stored.k)}, must be {shape}")
         if stored.has_bias != bool(module.has_bias):
             problems.append(f"{stored.name}.bias is {'not wanted' if stored.has_bias else 'missing'}")
+    kinds = {members[key].stored: members[key].name for key in sorted(wanted & set(members))}
+    if len(kinds) > 1:
+        listed = ", ".join(f"{kind!r} of {one}" for kind, one in kinds.items())
+        problems.append(f"{name}: its experts have the activations {listed}, must have one kind")
     if problems:
         return problems
-    plan.experts[name] = read
+    plan.experts[name], plan.activations[name] = read, cast(StoredActivations, next(iter(kinds)))
     for child, shards in (("w13", roles[:-1]), ("w2", roles[-1:])):
         names = tuple(tuple(members[e, role].name for e in range(read.num_experts)) for role in shards)
         is_per_row = len(shards) > 1 or any(members[key].is_per_row for key in wanted if key[1] in shards)
@@ -314,34 +396,40 @@ def _add_experts(
 def swap(
     model: Any,
     plan: Plan,
-    activations: LayerActivations,
+    activations: Callable[[StoredActivations], LayerActivations],
     use_fast_accum: bool,
     rounded_gate: bool,
     dtype: torch.dtype | None,
 ) -> None:
     """Put empty NVFP4 modules on the meta device in the place of the float ones.
 
-    A layer with a stored weight or bias of its own is not tied, as lm_head may be to the embeddings.
+    ``activations`` is called with what the checkpoint says of a layer; use_fast_accum is for those that are
+    "fp8". A layer with a stored weight or bias of its own is not tied, as lm_head may be to the embeddings.
 
     Raises:
         ValueError: naming activations, if experts do not have it.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     made: dict[str, torch.nn.Module] = {}
+    for anchor, fill in plan.fills.items():
+        if isinstance(fill, FillFloat):
+            model.all_tied_weights_keys.pop(anchor, None)
     for name, stored in plan.linears.items():
         for own in ("weight", *(("bias",) if stored.has_bias else ())):
             model.all_tied_weights_keys.pop(f"{name}.{own}", None)
+        mine = activations(cast(StoredActivations, stored.stored))
         made[name] = nn.Linear(
             stored.k,
             stored.n,
             stored.has_bias,
             device="meta",
             dtype=dtype,
-            activations=activations,
+            activations=mine,
             weight_scaling="row" if stored.is_per_row else "tensor",
-            use_fast_accum=use_fast_accum,
+            use_fast_accum=use_fast_accum and INPUTS[mine].tokens == "fp8",
         )
     for name, read in plan.experts.items():
+        mine = activations(plan.activations.get(name, "a16"))
         experts = made[name] = nn.Experts(
             read.num_experts,
             read.hidden,
@@ -350,8 +438,8 @@ def swap(
             bias=bool(modules[name].has_bias),
             device="meta",
             dtype=dtype,
-            activations=activations,
-            use_fast_accum=use_fast_accum,
+            activations=mine,
+            use_fast_accum=use_fast_accum and INPUTS[mine].tokens == "fp8",
             rounded_gate=rounded_gate,
         )
         for child in ("w13", "w2"):

@@ -27,10 +27,10 @@ from ...nn._inputs import check_fast_accum
 from ...nn._weight import WeightModule
 from ...nn.experts import Experts
 from ...nn.linear import Linear
-from ...recipe import AUTO, INPUTS, LayerActivations, Quantizer
+from ...recipe import AUTO, INPUTS, LayerActivations, Quantizer, StoredActivations
 from ._config import Fp4GemmConfig
 from ._convert import FillStored, QuantizeFloat, StoredConverter
-from ._plan import Plan, make_plan, make_plan_of_stacks, swap
+from ._plan import Plan, about_dequantized, make_plan, make_plan_of_stacks, swap
 from ._save import state_dict
 from ._stored import headers, refuse, stored_modules
 
@@ -99,23 +99,29 @@ class Fp4GemmQuantizer(HfQuantizer):
                 raise ValueError(f"checkpoint: {error}") from error
             self.plan = make_plan_of_stacks(model, stacks, config.source)
         else:
-            modules, unused = stored_modules(headers(files), FORMATS[scheme.format])
+            modules, unused = stored_modules(headers(files), scheme)
             self.plan = make_plan(model, modules, unused, scheme.format, scheme.e4m3_max)
-        of_checkpoint = "per-token" if INPUTS[scheme.activations].kind == "static" else scheme.activations
-        activations = self._first if config.activations == AUTO else config.activations or of_checkpoint
-        check_fast_accum(self._fast, activations)
-        known = cast(LayerActivations, activations)
-        swap(model, self.plan, known, self._fast, config.rounded_gate, dtype)
+        if not scheme.groups:
+            check_fast_accum(self._fast, self._loaded(scheme.activations))
+        swap(model, self.plan, self._loaded, self._fast, config.rounded_gate, dtype)
+        for line in about_dequantized(self.plan):
+            logger.warning("%s", line)
         self.unused = Counter(name.rpartition(".")[2] for name in unused)
         # The scales of dynamic activations are 1.0, for other loaders.
         if INPUTS[scheme.activations].is_nvfp4 and INPUTS[scheme.activations].kind != "static":
             del self.unused[FORMATS[scheme.format].input_scale]
         if self.unused:
             logger.warning(
-                "%s of the checkpoint are not used: activations are scaled per token, by their own amax, and "
-                "the KV cache stays in the dtype of the model",
+                "%s of the checkpoint are not used: activations are scaled per token, by their own amax, or "
+                "stay in 16 bits, and the KV cache stays in the dtype of the model",
                 ", ".join(f"{number} {name}" for name, number in sorted(self.unused.items())),
             )
+
+    def _loaded(self, stored: StoredActivations) -> LayerActivations:
+        """The activations of a layer of which a checkpoint says this."""
+        if self.quantization_config.activations is not None:
+            return self._first
+        return "per-token" if INPUTS[stored].kind == "static" else cast(LayerActivations, stored)
 
     def _expect_float(self, model: Any) -> None:
         config = self.quantization_config

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -12,7 +12,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 
 from ... import _names, nn
-from ...checkpoint.formats import FORMATS, FormatName, Scheme, StoredWeight
+from ...checkpoint.formats import FORMATS, FormatName, Group, Scheme, StoredWeight
 from ...containers.nvfp4 import NVFP4Tensor
 from ...models import moe
 from ...models.fuse import fused
@@ -35,7 +35,8 @@ _REMEDIES = {
     "use_fast_accum": "; set use_fast_accum of all layers to one value",
     "rounded_gate": "; set rounded_gate of all experts to one value",
 }
-Weight = tuple[str, NVFP4Tensor, Tensor | None]  # the name of the module in a checkpoint, weight, bias
+# The name of the module, its weight and bias, and the activations of the layer.
+Weight = tuple[str, NVFP4Tensor, "Tensor | None", LayerActivations]
 
 
 def state_dict(model: Any, config: Fp4GemmConfig) -> dict[str, Tensor]:
@@ -48,7 +49,8 @@ def state_dict(model: Any, config: Fp4GemmConfig) -> dict[str, Tensor]:
         ValueError: naming the layer that the format cannot hold, and what to do.
     """
     format: FormatName = config.format or "modelopt"
-    activations, e4m3_max, use_fast_accum, rounded_gate = _agreed(model)
+    activations, e4m3_max, use_fast_accum, rounded_gate = _agreed(model, format)
+    kinds: dict[str, LayerActivations] = {}
     state: dict[str, Tensor] = {}
     about, scaling = FORMATS[format], "tensor"
     inner = _inner(model)
@@ -59,11 +61,12 @@ def state_dict(model: Any, config: Fp4GemmConfig) -> dict[str, Tensor]:
             with materialized(module):
                 module._save_to_state_dict(own, f"{path}." if path else "", False)
                 state |= {name: t.to("cpu", copy=True) for name, t in own.items()} if is_offloaded else own
-    for name, weight, bias in _weights(model):
+    for name, weight, bias, kind in _weights(model):
+        kinds[name] = kind
         stored = _stored(name, weight, format)
         scaling = "row" if stored.outer.numel() > 1 else scaling
         state |= {key: tensor.to("cpu", copy=True) for key, tensor in stored.tensors(name).items()}
-        if INPUTS[activations].is_nvfp4:
+        if INPUTS[kind].is_nvfp4:
             state |= about.input_tensors(name, None)
         if bias is not None:
             state[f"{name}.bias"] = _bias(bias, weight.dtype)
@@ -73,13 +76,40 @@ def state_dict(model: Any, config: Fp4GemmConfig) -> dict[str, Tensor]:
         tuple(_ignored(model, format)),
         e4m3_max=e4m3_max,
         scaling=scaling,  # type: ignore[arg-type]
+        **_targets(model, activations, kinds),
     )
     config.describe(activations, fused(model), use_fast_accum, rounded_gate)
     return state
 
 
-def _agreed(model: Any) -> tuple[LayerActivations, int, bool, bool]:
+def _targets(
+    model: Any, activations: LayerActivations, kinds: Mapping[str, LayerActivations]
+) -> dict[str, Any]:
+    """The targets and groups of a scheme whose layers have these activations; none if all have the first."""
+    if set(kinds.values()) <= {activations}:
+        return {}
+    names = _in_checkpoint(model, kinds)
+    first, rest = (
+        tuple(names[name] for name, kind in kinds.items() if (kind == activations) is mine)
+        for mine in (True, False)
+    )
+    return {"targets": first, "groups": (Group(rest, "a16"),)}
+
+
+def _in_checkpoint(model: Any, names: Iterable[str]) -> dict[str, str]:
+    """The name of each module in a checkpoint."""
+    return {
+        name: next(iter(revert_weight_conversion(model, {f"{name}.weight": torch.empty(0)}))).removesuffix(
+            ".weight"
+        )
+        for name in names
+    }
+
+
+def _agreed(model: Any, format: FormatName) -> tuple[LayerActivations, int, bool, bool]:
     """The values on which all layers agree: activations, e4m3_max, use_fast_accum, rounded_gate of experts.
+
+    W4A4 with an amax for each token and W4A16 agree in a format that has mixes; the first is returned then.
 
     Raises:
         ValueError: they do not agree. RuntimeError: a layer has no weight yet.
@@ -98,6 +128,8 @@ def _agreed(model: Any) -> tuple[LayerActivations, int, bool, bool]:
             with materialized(module):
                 module._require_weight()
                 bounds[module.e4m3_max] = name
+    if FORMATS[format].has_mixes and scalings.keys() == {"per-token", "a16"}:
+        del scalings["a16"]
     for what, found in (
         ("activations", scalings),
         ("e4m3_max", bounds),
@@ -146,7 +178,7 @@ def _weights(model: Any) -> Iterator[Weight]:
     for name, module in modules.items():
         if isinstance(module, Part):
             with materialized(module.merged):
-                yield name, module.weight, module.bias
+                yield name, module.weight, module.bias, _kind(module.merged)
         elif isinstance(module, GatedMLP):
             yield from _of_gated(name, module)
         elif isinstance(module, nn.Experts):
@@ -155,7 +187,11 @@ def _weights(model: Any) -> Iterator[Weight]:
             if isinstance(module, MergedLinear) and len(module.sizes) > 1:
                 raise ValueError(f"{name}: is a merged layer whose parts are unknown, must not be")
             with materialized(module):
-                yield name, module.weight, module.bias
+                yield name, module.weight, module.bias, _kind(module)
+
+
+def _kind(module: Any) -> LayerActivations:
+    return cast(LayerActivations, module.activations)
 
 
 def _of_gated(name: str, mlp: GatedMLP) -> Iterator[Weight]:
@@ -169,12 +205,12 @@ def _of_gated(name: str, mlp: GatedMLP) -> Iterator[Weight]:
         biases = [None if bias is None else bias[i::2] for i in (0, 1)]
         if up_name is None:
             bias = None if bias is None else torch.cat((bias[0::2], bias[1::2]))
-            yield f"{name}.{gate_name}", joined(halves), bias
+            yield f"{name}.{gate_name}", joined(halves), bias, _kind(mlp.gate_up)
         else:
-            yield f"{name}.{gate_name}", halves[0], biases[0]
-            yield f"{name}.{up_name}", halves[1], biases[1]
+            yield f"{name}.{gate_name}", halves[0], biases[0], _kind(mlp.gate_up)
+            yield f"{name}.{up_name}", halves[1], biases[1], _kind(mlp.gate_up)
     with materialized(mlp.down):
-        yield f"{name}.{down_name}", mlp.down.weight, mlp.down.bias
+        yield f"{name}.{down_name}", mlp.down.weight, mlp.down.bias, _kind(mlp.down)
 
 
 def _of_experts(name: str, experts: nn.Experts, names: _names.Projections) -> Iterator[Weight]:
@@ -186,9 +222,10 @@ def _of_experts(name: str, experts: nn.Experts, names: _names.Projections) -> It
             steps = (("gate", 0, 2), ("up", 1, 2)) if is_gated else (("up", 0, 1),)
             for role, start, step in steps:
                 rows = rows_of(first, range(start, first.shape[0], step))
-                yield f"{name}.{e}.{getattr(names, role)}", rows, None if bias is None else bias[start::step]
+                own = None if bias is None else bias[start::step]
+                yield f"{name}.{e}.{getattr(names, role)}", rows, own, _kind(experts)
             bias = None if experts.w2.bias is None else experts.w2.bias[e]
-            yield f"{name}.{e}.{names.down}", w2[e], bias
+            yield f"{name}.{e}.{names.down}", w2[e], bias, _kind(experts)
 
 
 def _expert_names(model: Any) -> _names.Projections:

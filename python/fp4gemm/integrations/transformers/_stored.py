@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
-from ...checkpoint.formats import Format
+from ...checkpoint.formats import FORMATS, LAYERS, Format, LayerName, Scheme
+from ...checkpoint.formats.layers import Stored
+from ...recipe import INPUTS, StoredActivations
 
 __all__ = ["Header", "StoredModule", "headers", "kv_names", "refuse", "stored_modules"]
 
 MAX_NAMED = 5  # problems that one error lists
 BLOCK = 16
 BIAS_DTYPES = ("BF16", "F16", "F32")
+FP8_DTYPES = ("F8_E4M3", "F8_E5M2")
+# The suffixes of the scales of static activations.
+INPUT_SCALES = {"input_scale", *(each.input_scale for each in FORMATS.values())}
 
 
 class Header(NamedTuple):
@@ -22,14 +27,15 @@ class Header(NamedTuple):
 
 
 class StoredModule(NamedTuple):
-    """A module whose weight is stored as NVFP4.
+    """A module whose weight is stored as NVFP4, or in a format of LAYERS.
 
     Attributes:
         name: its name in the checkpoint.
         n, k: the sizes of the weight.
         is_per_row: whether it has an amax for each row.
-        suffixes: those of its tensors that are read: of the weight, and "bias".
-        has_bias: whether "bias" is among them.
+        suffixes: those of its tensors that are read: of the weight, and "bias" of NVFP4.
+        stored: the activations of its layer as the config has them, or the format of LAYERS.
+        has_bias: whether "bias" is among the suffixes.
     """
 
     name: str
@@ -37,6 +43,7 @@ class StoredModule(NamedTuple):
     k: int
     is_per_row: bool
     suffixes: tuple[str, ...]
+    stored: Stored
 
     @property
     def has_bias(self) -> bool:
@@ -67,33 +74,70 @@ def kv_names(format: Format) -> set[str]:
     return {name.rpartition(".")[2] for name in format.kv_scales}
 
 
-def stored_modules(tensors: Mapping[str, Header], format: Format) -> tuple[list[StoredModule], list[str]]:
-    """The modules with NVFP4 weights, and the names of scales that are not used: of activations, K and V.
+def stored_modules(tensors: Mapping[str, Header], scheme: Scheme) -> tuple[list[StoredModule], list[str]]:
+    """The modules that are stored in NVFP4 or in a format of LAYERS, and the names of scales without a use.
 
-    The tensors are the truth: what config.json lists as ignored is not asked.
+    These are the scales of activations, K and V. The tensors are the truth about NVFP4: what config.json
+    lists as ignored is not asked. A mix is what config.json says, which the tensors have to confirm.
 
     Raises:
         ValueError: naming each tensor that is missing, of another dtype or shape, or not of the format; also
-            if there is no such module.
+            if there is no NVFP4 module.
     """
+    format = FORMATS[scheme.format]
     owners: dict[str, dict[str, Header]] = {}
     for name, header in tensors.items():
         owner, _, suffix = name.rpartition(".")
         owners.setdefault(owner, {})[suffix] = header
-    scales = kv_names(format)
-    modules, unused, problems = [], [], []
+    scales, find, named = kv_names(format), scheme.lookup(), _named(scheme)
+    modules, unused, problems = [], [], _absent(named, owners)
     for owner, members in owners.items():
-        unused += [f"{owner}.{name}" for name in members if name in scales or name == format.input_scale]
-        if not _is_quantized(members, format):
-            continue
-        found = _problems(owner, members, format, scales)
+        kind = find(owner)
+        unused += [f"{owner}.{name}" for name in members if name in scales or name in INPUT_SCALES]
+        made = None
+        if kind in LAYERS:
+            found = LAYERS[kind].problems(owner, members)
+            made = None if found else _other(owner, members, kind)
+        elif _is_quantized(members, format) and not _is_fp8(members, format):
+            found = _problems(owner, members, format, scales)
+            activations = scheme.activations if kind is None else cast(StoredActivations, kind)
+            made = None if found else _module(owner, members, format, activations)
+        else:
+            found = _confirmed(owner, members, owner in named)
         problems += found
-        if not found:
-            modules.append(_module(owner, members, format))
+        if made is not None:
+            modules.append(made)
     refuse(f"checkpoint: {len(problems)} tensors do not fit its {format.name} format", problems)
-    if not modules:
+    if not any(each.stored in INPUTS for each in modules):
         raise ValueError(f"checkpoint: has no weight in its {format.name} format, must have one")
     return modules, unused
+
+
+def _named(scheme: Scheme) -> set[str]:
+    """The modules that the config names one by one; names of classes have no dot."""
+    targets = [*scheme.targets, *(target for group in scheme.groups for target in group.targets)]
+    return {target for target in targets if "." in target and not target.startswith("re:")}
+
+
+def _absent(named: Iterable[str], owners: Iterable[str]) -> list[str]:
+    """A problem for each name of a config without a tensor."""
+    there: set[str] = set()
+    for owner in owners:
+        parts = owner.split(".")
+        there |= {".".join(parts[:end]) for end in range(1, len(parts) + 1)}
+    return [f"{name} has no tensor, and config.json names it" for name in sorted(named) if name not in there]
+
+
+def _confirmed(owner: str, members: Mapping[str, Header], is_named: bool) -> list[str]:
+    """What is wrong with a module that is stored in float, as its tensors say."""
+    weight = members.get("weight")
+    if weight is None:
+        return []
+    if weight.dtype in FP8_DTYPES:
+        return [f"{owner}.weight has the dtype {weight.dtype}, and config.json does not say that it is FP8"]
+    if is_named:
+        return [f"{owner}.weight has the dtype {weight.dtype}, and config.json says that it is NVFP4"]
+    return []
 
 
 def refuse(what: str, problems: list[str]) -> None:
@@ -107,6 +151,12 @@ def _is_quantized(members: Mapping[str, Header], format: Format) -> bool:
     codes, *scales = format.weight_suffixes
     is_codes = codes in members and (codes != "weight" or members[codes].dtype == "U8")
     return is_codes or any(name in members for name in scales)
+
+
+def _is_fp8(members: Mapping[str, Header], format: Format) -> bool:
+    """Whether the tensors are those of FP8 rather than of NVFP4 with a wrong dtype."""
+    weight = members.get("weight")
+    return weight is not None and weight.dtype in FP8_DTYPES and format.outer_scale not in members
 
 
 def _problems(owner: str, members: Mapping[str, Header], format: Format, scales: set[str]) -> list[str]:
@@ -141,8 +191,17 @@ def _problems(owner: str, members: Mapping[str, Header], format: Format, scales:
     return found
 
 
-def _module(owner: str, members: Mapping[str, Header], format: Format) -> StoredModule:
+def _module(
+    owner: str, members: Mapping[str, Header], format: Format, activations: StoredActivations
+) -> StoredModule:
     n, half_k = members[format.codes].shape
     outer = members[format.outer_scale].shape
     suffixes = (*format.weight_suffixes, *(("bias",) if "bias" in members else ()))
-    return StoredModule(owner, n, 2 * half_k, outer == (n,) and n > 1, suffixes)
+    return StoredModule(owner, n, 2 * half_k, outer == (n,) and n > 1, suffixes, activations)
+
+
+def _other(owner: str, members: Mapping[str, Header], layer: LayerName) -> StoredModule:
+    """A module in a format of LAYERS. Its bias is a tensor like those of float layers."""
+    scale = LAYERS[layer].scale_of(members)
+    n, k = members["weight"].shape
+    return StoredModule(owner, n, k, False, ("weight", str(scale)), layer)

@@ -1,0 +1,225 @@
+"""Single layers in FP8, and translations of checkpoints that have them beside NVFP4."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+from checkpoints import load
+from fp4gemm.checkpoint import CheckpointError, Translation, convert, plan_conversion
+from fp4gemm.checkpoint.formats import LAYERS, LayerFormat, LayerName, StoredLayer, read_scheme
+from fp4gemm.commands import main
+from helpers import assert_bits
+from mixed_models import Kind, fp8, write_nemotron
+from torch import Tensor
+
+KINDS: tuple[Kind, ...] = tuple(name.removeprefix("fp8-") for name in LAYERS)  # type: ignore[misc]
+BOTH = ("modelopt", "compressed-tensors")
+
+
+def test_every_format_is_entered() -> None:
+    assert set(get_args(LayerName)) == set(LAYERS)
+    assert all(layer.name == name for name, layer in LAYERS.items())
+    algorithms = [each for layer in LAYERS.values() for each in layer.algorithms]
+    assert len(set(algorithms)) == len(algorithms)
+    assert len({layer.title for layer in LAYERS.values()}) == len(LAYERS)
+
+
+@pytest.mark.parametrize("part", [field.name for field in dataclasses.fields(LayerFormat)])
+def test_no_part_has_a_default(part: str) -> None:
+    whole = LAYERS["fp8-channel"]
+    parts = {field.name: getattr(whole, field.name) for field in dataclasses.fields(LayerFormat)}
+    del parts[part]
+    with pytest.raises(TypeError, match=f"missing 1 required keyword-only argument: '{part}'"):
+        LayerFormat(**parts)
+
+
+@pytest.mark.parametrize("format", BOTH)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", [(256, 128), (200, 160), (8, 32)], ids=str)
+def test_the_values_of_a_layer(shape: tuple[int, int], kind: Kind, format: Any) -> None:
+    """code * scale in float32, and one rounding more to 16 bits; both shapes of the scale are read."""
+    w = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    codes, scale, values = fp8(w, kind, format)
+    name: LayerName = f"fp8-{kind}"  # type: ignore[assignment]
+    layer = StoredLayer.read({"a.b.weight": codes, "a.b.weight_scale": scale}, "a.b", name)
+    assert_bits(layer.dequantize(torch.float32), values, "values")
+    assert_bits(layer.dequantize(), values.bfloat16(), "bf16")
+    assert_bits(layer.dequantize(torch.float16), values.half(), "fp16")
+    for other in BOTH:
+        tensors = layer.tensors("a.b", other)  # type: ignore[arg-type]
+        assert tensors["a.b.weight_scale"].shape == fp8(w, kind, other)[1].shape
+        assert_bits(StoredLayer.read(tensors, "a.b", name).dequantize(), values.bfloat16(), other)
+
+
+def test_a_channel_is_quantized_as_in_its_definition() -> None:
+    w = torch.randn(24, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+    w[3] = 0
+    w[5] *= 2.0**-120
+    made = StoredLayer.of(w, "fp8-channel")
+    codes, scale, _ = fp8(torch.where(w == 0, 1.0, w.float()), "channel", "modelopt")
+    rows = [i for i in range(24) if i not in (3, 5)]
+    assert_bits(made.codes[rows].view(torch.uint8), codes[rows].view(torch.uint8), "codes")
+    assert_bits(made.scale.flatten()[rows], scale[rows], "scales")
+    assert float(made.scale[3]) == 1
+    assert not made.dequantize()[3].any()
+    assert_bits(StoredLayer.of(w * 0, "fp8-channel").dequantize(), w * 0, "zeros")
+    error = (made.dequantize(torch.float32) - w.float()).abs()
+    assert bool((error <= w.float().abs() / 16 + made.scale * 2.0**-10).all())
+    with pytest.raises(ValueError, match=r"^weight: holds NaN or infinity, must be finite"):
+        StoredLayer.of(w / 0, "fp8-channel")
+    with pytest.raises(ValueError, match=r"^layer: got 'fp8-tensor', which is only read"):
+        StoredLayer.of(w, "fp8-tensor")
+
+
+def test_the_name_of_deepseek() -> None:
+    codes, scale, values = fp8(torch.randn(256, 128), "block", "compressed-tensors")
+    tensors = {"a.weight": codes, "a.weight_scale_inv": scale}
+    assert_bits(StoredLayer.read(tensors, "a", "fp8-block").dequantize(), values.bfloat16(), "values")
+    with pytest.raises(KeyError, match=r"a\.weight_scale: is missing beside a, a weight in FP8 in blocks"):
+        StoredLayer.read({"a.weight": codes}, "a", "fp8-block")
+    with pytest.raises(ValueError, match=r"^a: scale: shape is \(2, 1\), must be \(\) or \(1,\)"):
+        StoredLayer.read({"a.weight": codes, "a.weight_scale": scale}, "a", "fp8-tensor")
+
+
+# ---- translations
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("format", BOTH)
+def test_a_mix_is_translated_and_comes_back(tmp_path: Path, format: Any, kind: Kind) -> None:
+    """Layers in FP8 keep their bytes between the formats that have mixes."""
+    folder, values = write_nemotron(tmp_path / "a", format, kind=kind)
+    other = BOTH[1 - BOTH.index(format)]
+    report = convert(folder, tmp_path / "b", Translation(format, other), device="cpu", verify=True)  # type: ignore[arg-type]
+    kept = {entry.name: entry.reason for entry in report.tensors if entry.action == "kept"}
+    title = LAYERS[f"fp8-{kind}"].title  # type: ignore[index]
+    assert {kept[f"{module}.weight"] for module in values} == {title}
+    scheme = read_scheme(json.loads((tmp_path / "b" / "config.json").read_text()), tmp_path / "b")
+    assert scheme is not None
+    find = scheme.lookup()
+    assert {find(module) for module in values} == {f"fp8-{kind}"}
+    assert find("backbone.layers.1.mixer.experts.0.up_proj") == "static"
+    assert find("backbone.layers.2.mixer.q_proj") is None
+    assert scheme.kv_cache == "fp8"
+    first, there = load(folder), load(tmp_path / "b")
+    for module in values:
+        assert_bits(
+            there[f"{module}.weight"].view(torch.uint8), first[f"{module}.weight"].view(torch.uint8), module
+        )
+    convert(tmp_path / "b", tmp_path / "c", Translation(other, format), device="cpu", verify=True)  # type: ignore[arg-type]
+    again = load(tmp_path / "c")
+    assert set(again) == set(first)
+    for name, tensor in first.items():
+        assert again[name].shape == tensor.shape
+        bits = [each.flatten().view(torch.uint8) for each in (again[name], tensor)]
+        assert_bits(*bits, name)
+
+
+def test_to_a_format_without_mixes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The layers in FP8 become bfloat16, and the report names each."""
+    folder, values = write_nemotron(tmp_path / "a")
+    command = [
+        "convert",
+        str(folder),
+        str(tmp_path / "b"),
+        "--from",
+        "modelopt",
+        "--to",
+        "fp4gemm",
+        "--verify",
+    ]
+    assert main(command) == 0
+    shown = capsys.readouterr().out
+    there = load(tmp_path / "b")
+    for module, value in values.items():
+        assert_bits(there[f"{module}.weight"], value.bfloat16(), module)
+        assert f"{module}.weight_scale" not in there
+    assert shown.count("FP8 per tensor -> bf16") >= 4
+    plan = plan_conversion(folder, Translation("modelopt", "fp4gemm"))
+    named = {entry.name: entry.reason for entry in plan.tensors if entry.action == "dequantized"}
+    assert {named[f"{module}.weight"] for module in values} == {"FP8 per tensor -> bf16"}
+    assert len(named) == 3 * len(values)
+    config = json.loads((tmp_path / "b" / "config.json").read_text())["quantization_config"]
+    assert set(values) <= set(config["ignore"])
+    assert config["activations"] == "static"
+
+
+def no_input(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+    del tensors["backbone.layers.0.mixer.in_proj.input_scale"]
+
+
+def no_scale(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+    del tensors["backbone.layers.0.mixer.in_proj.weight_scale"]
+
+
+def not_named(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+    del config["quantization_config"]["config_groups"]
+    del config["quantization_config"]["quantized_layers"]["backbone.layers.0.mixer.in_proj"]
+
+
+def weights_alone(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+    del config["quantization_config"]["config_groups"]
+    layers = config["quantization_config"]["quantized_layers"]
+    for name in layers:
+        if ".3.mixer.experts." in name:
+            layers[name] = {"quant_algo": "W4A16_NVFP4"}
+            tensors.pop(f"{name}.input_scale")
+
+
+REFUSED = {
+    "no scale of inputs": (
+        no_input,
+        r"in_proj\.input_scale is missing, must be there for FP8 per tensor in",
+        BOTH[1],
+    ),
+    "no scale": (
+        no_scale,
+        r"in_proj\.weight_scale is missing beside weight, which is FP8 per tensor",
+        BOTH[1],
+    ),
+    "not named": (
+        not_named,
+        r"in_proj\.weight has the dtype F8_E4M3, and config\.json does not say",
+        "fp4gemm",
+    ),
+    "two kinds": (
+        weights_alone,
+        r"has layers with the activations static \(.*\) and a16 \(.*\), which the fp4gemm format cannot hold",
+        "fp4gemm",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_translated(tmp_path: Path, case: str) -> None:
+    change, message, target = REFUSED[case]
+    folder, _ = write_nemotron(tmp_path, change=change)
+    with pytest.raises(CheckpointError, match=message):
+        plan_conversion(folder, Translation("modelopt", target))  # type: ignore[arg-type]
+
+
+def test_weights_alone_beside_static_activations(tmp_path: Path) -> None:
+    """W4A16 beside W4A4 is translated too: a layer of W4A16 has no scale of its inputs."""
+    folder, _ = write_nemotron(tmp_path / "a", change=weights_alone)
+    convert(folder, tmp_path / "b", Translation("modelopt", "compressed-tensors"), device="cpu", verify=True)
+    scheme = read_scheme(json.loads((tmp_path / "b" / "config.json").read_text()))
+    assert scheme is not None
+    find = scheme.lookup()
+    assert find("backbone.layers.1.mixer.experts.0.up_proj") == "static"
+    assert find("backbone.layers.3.mixer.experts.0.up_proj") == "a16"
+    there = load(tmp_path / "b")
+    assert "backbone.layers.1.mixer.experts.0.up_proj.input_global_scale" in there
+    assert "backbone.layers.3.mixer.experts.0.up_proj.input_global_scale" not in there
+
+
+def test_a_float_checkpoint_is_asked_for(tmp_path: Path) -> None:
+    folder, _ = write_nemotron(tmp_path)
+    with pytest.raises(
+        CheckpointError, match=r"is quantized already, in the modelopt format; must be a float"
+    ):
+        plan_conversion(folder)
