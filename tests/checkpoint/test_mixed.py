@@ -9,12 +9,23 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from checkpoints import load
-from fp4gemm.checkpoint import CheckpointError, Translation, convert, plan_conversion
+from checkpoints import load, moe, save
+from fp4gemm import nn
+from fp4gemm.checkpoint import (
+    CheckpointError,
+    Options,
+    Plan,
+    Translation,
+    convert,
+    plan_conversion,
+    quantize_named,
+)
 from fp4gemm.checkpoint.formats import LAYERS, LayerFormat, LayerName, StoredLayer, read_scheme
 from fp4gemm.commands import main
 from helpers import assert_bits
 from mixed_models import Kind, fp8, write_nemotron
+from nvfp4_models import float_model, integration, read, save_float
+from nvfp4_models import load as load_model
 from torch import Tensor
 
 KINDS: tuple[Kind, ...] = tuple(name.removeprefix("fp8-") for name in LAYERS)  # type: ignore[misc]
@@ -223,3 +234,114 @@ def test_a_float_checkpoint_is_asked_for(tmp_path: Path) -> None:
         CheckpointError, match=r"is quantized already, in the modelopt format; must be a float"
     ):
         plan_conversion(folder)
+
+
+# ---- mixes that are written
+
+
+@pytest.mark.parametrize("activations", ["a16", "per-token", "fp8"])
+@pytest.mark.parametrize("format", BOTH)
+def test_a_mix_is_written(tmp_path: Path, format: Any, activations: Any) -> None:
+    """FP8 per channel and bf16 by name; NVFP4 has the bytes of a conversion without the option."""
+    source = save(tmp_path / "src", moe())
+    layers: dict[str, Any] = {
+        "model.layers.0.mlp.down_proj": "fp8-channel",
+        **{f"model.layers.0.self_attn.{child}_proj": "fp8-channel" for child in "qkv"},
+        "model.layers.0.mlp.gate_proj": "bf16",
+        "model.layers.0.mlp.up_proj": "bf16",
+    }
+    if activations == "fp8":  # its k of 96 is no multiple of 64, so that it stays
+        del layers["model.layers.0.mlp.down_proj"]
+    common: dict[str, Any] = {"format": format, "activations": activations}
+    options = Options(layers=layers, **common)
+    report = convert(source, tmp_path / "a", options, device="cpu", measured=True, verify=True)
+    convert(source, tmp_path / "b", Options(**common), device="cpu")
+    first, mixed, plain = load(source), load(tmp_path / "a"), load(tmp_path / "b")
+    for module, choice in layers.items():
+        weight = first[f"{module}.weight"]
+        if choice == "bf16":
+            assert_bits(mixed[f"{module}.weight"], weight, module)
+        else:
+            made = StoredLayer.of(weight, "fp8-channel").tensors(module, format)
+            assert {name for name in mixed if name.startswith(f"{module}.")} == set(made)
+            for name, tensor in made.items():
+                assert_bits(mixed[name].view(torch.uint8), tensor.view(torch.uint8), name)
+    for name, tensor in plain.items():
+        if name.rpartition(".")[0] not in layers:
+            assert_bits(mixed[name].flatten().view(torch.uint8), tensor.flatten().view(torch.uint8), name)
+    scheme = read_scheme(json.loads((tmp_path / "a" / "config.json").read_text()), tmp_path / "a")
+    assert scheme is not None
+    assert scheme.activations == activations
+    find = scheme.lookup()
+    for module, choice in layers.items():
+        assert find(module) == (None if choice == "bf16" else choice)
+    assert find("model.layers.1.mlp.experts.0.up_proj") == activations
+    assert find("model.layers.1.mlp.gate") is None
+    reasons = {entry.name: entry.reason for entry in report.tensors}
+    assert reasons["model.layers.0.self_attn.q_proj.weight"] == "FP8 per channel"
+    assert reasons["model.layers.0.mlp.up_proj.weight"] == "bf16 by layers"
+    errors = {layer.module: layer.relative_error for layer in report.layers}
+    assert 0.02 < errors["model.layers.0.self_attn.q_proj"] < 0.03 < errors["model.layers.0.self_attn.o_proj"]
+    tensors = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in first.items()}
+    config = json.loads((source / "config.json").read_text())
+    again = dict(quantize_named(first.items(), Plan.of_shapes(tensors, config, options)))
+    assert set(again) == set(mixed)
+    for name, tensor in again.items():
+        assert_bits(mixed[name].flatten().view(torch.uint8), tensor.flatten().view(torch.uint8), name)
+
+
+def test_a_mix_by_the_command_is_loaded(tmp_path: Path) -> None:
+    source = save_float(float_model("qwen3-moe"), tmp_path / "src")
+    layers = {"model.layers.0.self_attn.o_proj": "fp8-channel", "model.layers.1.mlp.experts": "bf16"}
+    (tmp_path / "layers.json").write_text(json.dumps(layers))
+    command = ["convert", str(source), str(tmp_path / "a"), "--layers", str(tmp_path / "layers.json")]
+    assert main(command) == 0
+    integration.register()
+    try:
+        model = load_model(tmp_path / "a")
+    finally:
+        integration.unregister()
+    first, _ = read(source)
+    name = "model.layers.0.self_attn.o_proj.weight"
+    values = StoredLayer.of(first[name], "fp8-channel").dequantize()
+    assert_bits(model.get_parameter(name).detach(), values, name)
+    kinds = [isinstance(layer.mlp.experts, nn.Experts) for layer in model.model.layers]
+    assert kinds == [True, False]
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "no module": ({"model.layers.7": "bf16"}, r"layers: got 'bf16' for model\.layers\.7, which is no module"),
+    "stays": ({"model.layers.1.mlp.gate": "fp8-channel"}, r"gate, which is a module that stays in float"),
+    "partners": (
+        {"model.layers.0.self_attn.q_proj": "fp8-channel"},
+        r"layers: model\.layers\.0\.self_attn\.q_proj fp8-channel, .*k_proj nvfp4|layers: .* share an amax",
+    ),
+    "partner in bf16": (
+        {"model.layers.0.mlp.up_proj": "bf16"},
+        r"up_proj\.weight: stays \(bf16 by layers\), but its partner",
+    ),
+    "experts": ({"model.layers.1.mlp.experts": "fp8-channel"}, r"experts in FP8 are not written"),
+    "nothing": ({"model": "bf16"}, r"no weight would be NVFP4"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+@pytest.mark.parametrize("stacked", [False, True])
+def test_layers_that_cannot_be(tmp_path: Path, case: str, stacked: bool) -> None:
+    layers, message = WRONG[case]
+    source = save(tmp_path / "src", moe(stacked=stacked))
+    with pytest.raises(CheckpointError, match=message):
+        plan_conversion(source, Options(layers=layers))
+
+
+def test_wrong_options(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^layers: a\.b: got 'int8', must be 'bf16' or 'fp8-channel'"):
+        Options(layers={"a.b": "int8"})  # type: ignore[dict-item]
+    with pytest.raises(
+        ValueError, match=r"^layers: got 'fp8-channel' with the format 'fp4gemm', which has no"
+    ):
+        Options(layers={"a.b": "fp8-channel"}, format="fp4gemm")
+    (tmp_path / "layers.json").write_text("[]")
+    command = ["convert", "a", "b", "--layers", str(tmp_path / "layers.json")]
+    with pytest.raises(SystemExit, match="2"):
+        main(command)

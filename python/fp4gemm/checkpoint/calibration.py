@@ -208,7 +208,7 @@ class Inputs:
                 text names the module.
         """
         experts: dict[str, int] = {}
-        for matrix in (matrix for one in sets for matrix in one.matrices):
+        for matrix in (matrix for one in sets if one.layer is None for matrix in one.matrices):
             place = self._place(matrix)
             about = self._about(place.name)
             if place.expert is not None:

@@ -5,7 +5,7 @@ Files, plans of models and streams of tensors all come here, so that they give t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 from .. import _checks
 from ..calibration.statistics import InputStatistics
 from .calibration import Inputs, inputs_of
-from .formats import FORMATS, Scheme, StoredWeight
+from .formats import FORMATS, LayerName, Scheme, StoredLayer, StoredWeight
 from .numerics import quantize_calibrated
 from .options import Options
 from .plan import FusedSet, Matrix, Part, Plan
@@ -29,13 +29,14 @@ class Converted:
 
     Attributes:
         floats: the float matrices, views of the tensors of the checkpoint.
-        stored: the quantized weight of each matrix, on the device where it was quantized.
+        stored: the quantized weight of each matrix, on the device where it was quantized; of StoredLayer for
+            a set in a format of LAYERS.
         notes: for each matrix, in words, what was done otherwise than asked for.
         inputs: the statistics of the input of each matrix, empty without calibration.
     """
 
     floats: list[Tensor]
-    stored: list[StoredWeight]
+    stored: Sequence[StoredWeight | StoredLayer]
     notes: list[str]
     inputs: list[InputStatistics]
 
@@ -61,6 +62,10 @@ def convert_set(
     floats = [matrix.of(tensors[matrix.source, matrix.expert]) for matrix in one.matrices]
     names = [label(matrix) for matrix in one.matrices]
     device = floats[0].device
+    if one.layer is not None:
+        return Converted(
+            floats, _in_layer(dict(zip(names, floats, strict=True)), one.layer), [""] * len(names), []
+        )
     found = [] if inputs is None else [inputs.of(matrix, device) for matrix in one.matrices]
     try:
         made = quantize_calibrated(
@@ -79,18 +84,33 @@ def convert_set(
     return Converted(floats, [made[name].weight for name in names], notes, [known for known, _ in found])
 
 
+def _in_layer(floats: Mapping[str, Tensor], layer: LayerName) -> list[StoredLayer]:
+    made = []
+    for name, weight in floats.items():
+        try:
+            made.append(StoredLayer.of(weight, layer))
+        except ValueError as error:
+            raise CheckpointError(f"{name}: {error}") from error
+    return made
+
+
 def tensors_of(
-    one: FusedSet, stored: list[StoredWeight], scheme: Scheme, options: Options
+    one: FusedSet, stored: Sequence[StoredWeight | StoredLayer], scheme: Scheme, options: Options
 ) -> dict[str, Tensor]:
     """The tensors of the new checkpoint for a set, by name, on the device where the set was quantized."""
     about = FORMATS[scheme.format]
-    made = [weight.tensors(matrix.module) for matrix, weight in zip(one.matrices, stored, strict=True)]
+    made = [
+        weight.tensors(matrix.module, scheme.format)
+        if isinstance(weight, StoredLayer)
+        else weight.tensors(matrix.module)
+        for matrix, weight in zip(one.matrices, stored, strict=True)
+    ]
     found = {name: tensor for tensors in made for name, tensor in tensors.items()}
     if one.is_stack:
         for name in found:
             parts = [tensors[name] for tensors in made]
             found[name] = torch.stack([x.view(()) if x.numel() == 1 else x for x in parts])
-    if scheme.has_input_scales:
+    if scheme.has_input_scales and one.layer is None:
         is_static = options.activations == "static"
         for module in dict.fromkeys(matrix.module for matrix in one.matrices):
             amax = torch.tensor([options.activation_amax[module]], dtype=torch.float32) if is_static else None

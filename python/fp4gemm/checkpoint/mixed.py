@@ -9,9 +9,9 @@ from typing import cast
 from torch import Tensor
 
 from ..recipe import StoredActivations
-from .formats import FORMATS, LAYERS, FormatName, Group, LayerName, Scheme, StoredLayer
+from .formats import FORMATS, LAYERS, FormatName, LayerName, Scheme, StoredLayer, base
 from .formats.layers import Stored
-from .output import Slot
+from .output import Slot, slots_of_layer
 from .plan import Part, ignored_modules
 from .runner import Made
 from .source import CheckpointError, Source, TensorInfo
@@ -85,16 +85,16 @@ def scheme_of_mix(
     plain = replace(given, format=target, ignore=ignore, targets=("Linear",), groups=(), producer=None)
     if len(kinds) < 2:
         return replace(plain, activations=cast(StoredActivations, next(iter(kinds))))
-    first = tuple(sorted(kinds.pop(given.activations)))
-    groups = tuple(Group(tuple(sorted(names)), kind) for kind, names in kinds.items())
-    return replace(plain, targets=first, groups=groups)
+    activations, groups = base.in_order(kinds, str(source.folder))
+    first = tuple(sorted(kinds[activations]))
+    return replace(plain, activations=activations, targets=first, groups=groups)
 
 
-def of_module(scheme: Scheme, kind: str | None) -> Scheme:
+def of_module(scheme: Scheme, kind: Stored | None) -> Scheme:
     """The scheme with the activations of one NVFP4 module of a mix."""
-    if kind == "a16" and scheme.groups:
-        return replace(scheme, activations="a16", targets=("Linear",), groups=())
-    return scheme
+    if kind is None or kind in LAYERS or not scheme.groups:
+        return scheme
+    return replace(scheme, activations=cast(StoredActivations, kind), targets=("Linear",), groups=())
 
 
 def slots_of_other(
@@ -104,9 +104,7 @@ def slots_of_other(
     n, k = infos[0].shape
     if target is None:
         return [Slot.of(f"{module}.weight", "BF16", (n, k))]
-    about = LAYERS[layer]
-    made = [Slot.of(f"{module}.weight", "F8_E4M3", (n, k))]
-    made.append(Slot.of(f"{module}.{about.scales[0]}", infos[1].dtype, about.scale_shape(target, n, k)))
+    made = slots_of_layer(module, (n, k), layer, target, infos[1].dtype)
     for info in infos[2:]:
         made.append(Slot.of(f"{module}.input_scale", info.dtype, () if target == "modelopt" else (1,)))
     return made

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 import torch
 
@@ -25,7 +25,19 @@ from ..recipe import (
 from .calibration import Calibration, data_of, described, key_of, read_calibration
 from .formats import FORMATS, FormatName
 
-__all__ = ["Options", "read_amaxes", "read_fused", "read_kv_scales"]
+__all__ = [
+    "LAYER_CHOICES",
+    "LayerChoice",
+    "Options",
+    "read_amaxes",
+    "read_fused",
+    "read_kv_scales",
+    "read_layers",
+]
+
+# What a layer may become beside NVFP4: it stays, or a format of LAYERS that is written.
+LayerChoice = Literal["bf16", "fp8-channel"]
+LAYER_CHOICES = get_args(LayerChoice)
 
 TINY, HUGE = float(torch.finfo(torch.float32).tiny), float(torch.finfo(torch.float32).max)
 
@@ -67,6 +79,9 @@ class Options:
         split_experts: a tensor (g, n, k) of experts is stored as one module for each expert, gate and up
             apart. False: it stays one tensor of codes (g, n, k/2).
         kv_scales: (k, v) decode multipliers of an FP8 cache, by the name of the attention module.
+        layers: the format of modules that would be NVFP4 otherwise, by their names: "bf16" stays as it is,
+            and "fp8-channel" is FP8 with a scale for each output channel, and for each token when the model
+            runs. The name of a module counts for those in it too, as that of the experts of a layer does.
         block, encode, four_over_six_error, e4m3_max: the cast of weights, as in
             :class:`fp4gemm.recipe.Recipe`. ``Options(**recipe.for_inference().options(), format="fp4gemm")``
             has all options that a model needs which trained by a recipe.
@@ -94,6 +109,7 @@ class Options:
     fuse: Sequence[Sequence[str]] = field(default_factory=_names.fused_sets)
     split_experts: bool = True
     kv_scales: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    layers: Mapping[str, LayerChoice] = field(default_factory=dict)
     block: tuple[int, int] = (1, 16)
     encode: Literal["te", "te_per_token"] = "te"
     four_over_six_error: Literal["exact", "fast"] = "exact"
@@ -148,8 +164,21 @@ class Options:
                 f"activation_amax: got {len(self.activation_amax)} amaxes with activations "
                 f"{self.activations!r}; must be given for 'static', and only there"
             )
+        for name, choice in self.layers.items():
+            _checks.is_one_of(f"layers: {name}", choice, LAYER_CHOICES)
+        if "fp8-channel" in self.layers.values() and not FORMATS[self.format].has_mixes:
+            raise ValueError(
+                f"layers: got 'fp8-channel' with the format {self.format!r}, which has no mixes; must be "
+                "'bf16', or another format"
+            )
         _positive("activation_amax", self.activation_amax, 1)
         _positive("kv_scales", self.kv_scales, 2)
+
+    def choice_of(self, module: str) -> LayerChoice | None:
+        """What ``layers`` says of a module, by its name or that of one that contains it."""
+        parts = module.split(".")
+        names = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
+        return next((self.layers[name] for name in names if name in self.layers), None)
 
     @property
     def calibrated_by(self) -> Calibration | None:
@@ -168,6 +197,14 @@ class Options:
 def read_fused(path: Path) -> tuple[tuple[str, ...], ...]:
     """The fused sets of a JSON file: ``[["q_proj", "k_proj", "v_proj"], ["gate_proj", "up_proj"]]``."""
     return _sets(_json(path, "fuse"))
+
+
+def read_layers(path: Path) -> dict[str, LayerChoice]:
+    """The formats of a JSON file: ``{"model.layers.0.mlp.down_proj": "fp8-channel"}``."""
+    value = _json(path, "layers")
+    if not isinstance(value, dict) or not value:
+        raise ValueError(f"layers: {path} is no JSON object, must map names of modules to a format")
+    return value
 
 
 def read_amaxes(path: Path) -> dict[str, float]:

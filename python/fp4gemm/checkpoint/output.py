@@ -24,7 +24,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .formats import FORMATS, Scheme
+from .formats import FORMATS, LAYERS, FormatName, LayerName, Scheme
 from .plan import FusedSet, Matrix, Plan
 from .source import DTYPES, CheckpointError, json_object, memory_of
 
@@ -118,7 +118,21 @@ def slots_of_set(one: FusedSet, scheme: Scheme) -> Iterator[tuple[Matrix, list[S
     """The tensors that each matrix of a set becomes; those of a stack belong to its first one."""
     group = (len(one.matrices),) if one.is_stack else ()
     for matrix in one.matrices[:1] if one.is_stack else one.matrices:
-        yield matrix, slots_of_weight(matrix.module, matrix.shape, scheme, group)
+        if one.layer is not None:
+            yield matrix, slots_of_layer(matrix.module, matrix.shape, one.layer, scheme.format)
+        else:
+            yield matrix, slots_of_weight(matrix.module, matrix.shape, scheme, group)
+
+
+def slots_of_layer(
+    module: str, shape: tuple[int, int], layer: LayerName, format: FormatName, scale_dtype: str = "F32"
+) -> list[Slot]:
+    """Codes and scale of a weight (n, k) in a format of LAYERS."""
+    about = LAYERS[layer]
+    return [
+        Slot.of(f"{module}.weight", "F8_E4M3", shape),
+        Slot.of(f"{module}.{about.scales[0]}", scale_dtype, about.scale_shape(format, *shape)),
+    ]
 
 
 def slots_of_weight(

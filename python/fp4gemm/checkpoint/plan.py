@@ -14,13 +14,14 @@ from .. import _checks, _names, patterns
 from .._names import Orientation, orientation
 from ..recipe import StoredActivations, WeightScaling
 from . import rules
-from .formats import FORMATS, FormatName, Scheme
+from .formats import FORMATS, FormatName, Group, LayerName, Scheme
 from .options import Options, checked_options
 from .rules import partners
 from .source import DTYPES, CheckpointError, Source, TensorInfo
 
 __all__ = ["FusedSet", "Matrix", "Plan", "ignored_modules"]
 
+BY_LAYERS = "bf16 by layers"  # why a module stays that the option names
 Half = Literal["all", "first", "second"]
 Part = tuple[str, "int | None"]  # name of a tensor, and which expert of it
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -61,10 +62,12 @@ class FusedSet:
         matrices: of one k.
         is_stack: the matrices are the experts of one tensor, each with an amax of its own, and are stored as
             one tensor of codes (g, n, k/2).
+        layer: the format of LAYERS that they get, each by itself; None: NVFP4.
     """
 
     matrices: tuple[Matrix, ...]
     is_stack: bool = False
+    layer: LayerName | None = None
 
     @property
     def name(self) -> str:
@@ -154,6 +157,7 @@ class Plan:
         sets: list[FusedSet] = []
         containers = _stacks(infos, kept)
         for prefix, (gate_up, down) in containers.items():
+            _refuse_fp8_experts(prefix, options)
             made = _stack_sets(prefix, gate_up, down, infos, options)
             if isinstance(made, str):
                 kept[gate_up] = kept[down] = made
@@ -161,13 +165,15 @@ class Plan:
                 sets += made
         plain = [name for name in infos if name not in kept and not _stack_of(name)]
         for names in partners(plain, infos, kept, by_user, options.fuse):
-            sets.append(FusedSet(tuple(_matrix(infos[name]) for name in names)))
+            matrices = tuple(_matrix(infos[name]) for name in names)
+            sets.append(FusedSet(matrices, layer=_layer(matrices, options)))
         order = {name: index for index, name in enumerate(infos)}
         sets.sort(key=lambda one: (order[one.matrices[0].source], one.matrices[0].expert or 0))
         kept = {name: kept[name] for name in infos if name in kept}
-        if not sets:
-            raise CheckpointError(f"no weight would be quantized: all {len(infos)} tensors stay in float")
+        if all(one.layer for one in sets):
+            raise CheckpointError(f"no weight would be NVFP4, of {len(infos)} tensors; must have some")
         modules = {matrix.module for one in sets for matrix in one.matrices}
+        _refuse_unused(options, modules, {name.removesuffix(".weight") for name in kept})
         wanted = set(options.activation_amax)
         if wanted and wanted != modules:
             name = min(wanted ^ modules)
@@ -206,6 +212,12 @@ class Plan:
     def scheme(self) -> Scheme:
         """The scheme that the config of the new checkpoint describes."""
         o = self.options
+        kinds: dict[LayerName | None, list[str]] = {}
+        for one in self.sets:
+            modules = kinds.setdefault(one.layer, [])
+            modules += dict.fromkeys(matrix.module for matrix in one.matrices)
+        first = kinds.pop(None)
+        groups = tuple(Group(tuple(sorted(names)), layer) for layer, names in kinds.items() if layer)
         return Scheme(
             o.format,
             o.recipe.activations,
@@ -213,6 +225,8 @@ class Plan:
             "fp8" if o.kv_scales else None,
             cast(int, o.recipe.e4m3_max),
             cast(WeightScaling, o.recipe.weight_scaling),
+            targets=tuple(sorted(first)) if groups else ("Linear",),
+            groups=groups,
         )
 
     def ignored(self) -> list[str]:
@@ -283,7 +297,9 @@ def _selected(
                 reason = f"one of the last {last} layers"
             elif len(info.shape) == 2:
                 reason = rules.why_shape(info.dtype, *info.shape, activations)
-            if reason and (included or excluded or options.include):
+            if not reason and options.choice_of(module) == "bf16":
+                reason = BY_LAYERS
+            if reason and (included or excluded or options.include or reason == BY_LAYERS):
                 by_user.add(name)
         if reason:
             kept[name] = reason
@@ -304,6 +320,48 @@ def _stack_of(name: str) -> tuple[str, str] | None:
 
 def _matrix(info: TensorInfo) -> Matrix:
     return Matrix(info.name.removesuffix(".weight"), info.name, (info.shape[0], info.shape[1]))
+
+
+def _layer(matrices: Sequence[Matrix], options: Options) -> LayerName | None:
+    """The format of LAYERS that a fused set gets.
+
+    Raises:
+        CheckpointError: the modules of the set have several, or it is of experts.
+    """
+    choices = {options.choice_of(matrix.module): matrix.module for matrix in matrices}
+    if len(choices) > 1:
+        listed = ", ".join(f"{module} {choice or 'nvfp4'}" for choice, module in choices.items())
+        raise CheckpointError(
+            f"layers: {listed} share an amax, must have one format (--fuse none: none shares)"
+        )
+    choice = next(iter(choices))
+    if choice is None or choice == "bf16":
+        return None
+    if _names.expert_of(matrices[0].module) is not None:
+        _refuse_fp8_experts(matrices[0].module, options)
+    return choice
+
+
+def _refuse_fp8_experts(module: str, options: Options) -> None:
+    if options.choice_of(module) not in (None, "bf16"):
+        raise CheckpointError(
+            f"layers: got {options.choice_of(module)!r} for {module}, must be 'bf16' or absent: experts in "
+            "FP8 are not written"
+        )
+
+
+def _refuse_unused(options: Options, quantized: Collection[str], kept: Collection[str]) -> None:
+    """Raise CheckpointError for a name of the option layers that has no effect on a module."""
+    for choice, modules in (("bf16", {*quantized, *kept}), ("fp8-channel", set(quantized))):
+        there: set[str] = set()
+        for module in modules:
+            parts = module.split(".")
+            there |= {".".join(parts[:end]) for end in range(1, len(parts) + 1)}
+        for name, wanted in options.layers.items():
+            if wanted == choice and name not in there:
+                what = "no module of the checkpoint" if name not in kept else "a module that stays in float"
+                some = next(iter(quantized))
+                raise CheckpointError(f"layers: got {choice!r} for {name}, which is {what}, such as {some}")
 
 
 def _stacks(infos: Mapping[str, TensorInfo], kept: dict[str, str]) -> dict[str, tuple[str, str]]:

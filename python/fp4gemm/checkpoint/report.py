@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..models.report import readable_bytes, table
 from .calibration import described
-from .formats import StoredWeight
+from .formats import LAYERS, StoredLayer, StoredWeight
 from .output import slots_of_set
 from .plan import Plan
 from .source import TensorInfo
@@ -161,6 +161,8 @@ def plan_report(plan: Plan, left_out: dict[str, str]) -> ConvertReport:
         for source in sources:
             others = [child for other, child in zip(sources, children, strict=True) if other != source]
             shares[source] = f"shares its amax with {', '.join(others)}" if others else ""
+            if one.layer is not None:
+                shares[source] = LAYERS[one.layer].title
     entries = []
     for name, info in plan.tensors.items():
         if name in plan.kept:
@@ -248,6 +250,29 @@ def layer_error(
         zero,
         amax_ratio,
         worst,
+    )
+
+
+def error_of_layer(module: str, weight: Tensor, stored: StoredLayer) -> LayerError:
+    """The error of a weight (n, k) in a format of LAYERS; it has no blocks of 16, and shares no amax.
+
+    The worst element is |v - w| over what rounding to e4m3 explains: |w| / 16, plus 2^-10 of the scale.
+    """
+    n, k = weight.shape
+    x, v = weight.double(), stored.dequantize(torch.float32).double()
+    squares, values = float(x.square().sum()), float(v.square().sum())
+    scales = LAYERS[stored.layer].expand(stored.scale.double(), n, k)
+    norm = math.sqrt(squares * values)
+    return LayerError(
+        module,
+        (n, k),
+        math.sqrt(float((v - x).square().sum()) / squares) if squares else 0.0,
+        float((v * x).sum()) / norm if norm else 1.0,
+        0,
+        0,
+        0,
+        1.0,
+        float(((v - x).abs() / (x.abs() / 16 + scales * 2.0**-10)).max()),
     )
 
 

@@ -30,6 +30,7 @@ from .formats import (
     Scheme,
     SourceFormat,
     SourceName,
+    StoredLayer,
     StoredWeight,
     configs_beside,
     quantization_config,
@@ -39,7 +40,7 @@ from .mixed import of_module, others_of, scheme_of_mix, slots_of_other, translat
 from .options import Options
 from .output import STATE, FileLayout, Slot, layout, slots_of_set, slots_of_weight
 from .plan import FusedSet, Part, Plan
-from .report import Action, ConvertReport, TensorReport, amax_ratios, layer_error, plan_report
+from .report import Action, ConvertReport, TensorReport, amax_ratios, error_of_layer, layer_error, plan_report
 from .runner import Made, Task
 from .source import CheckpointError, Source
 from .stacked import Expanded, expanded
@@ -150,7 +151,7 @@ def _set_task(one: FusedSet, plan: Plan, scheme: Scheme, inputs: Inputs | None) 
         nbytes += info.nbytes if expert is None else info.nbytes // info.shape[0]
     make = partial(_convert, one, plan.options, scheme, inputs)
     workspace = 0
-    if plan.options.method == "gptq":
+    if plan.options.method == "gptq" and one.layer is None:
         workspace = MATRICES * 4 * max(matrix.shape[1] for matrix in one.matrices) ** 2
     return Task(one.name, one.parts, writes, nbytes, make, workspace)
 
@@ -174,10 +175,13 @@ def _convert(
             ratios = amax_ratios([float(values.abs().max()) for values in made.floats])
         for matrix, values, stored, ratio in zip(one.matrices, made.floats, made.stored, ratios, strict=True):
             name = matrix.module if not one.is_stack else f"{matrix.module} (expert {matrix.expert})"
-            layers.append(layer_error(name, values, stored, ratio, options.recipe.block[0]))
-        for index, known in enumerate(made.inputs):
-            if bool(known.num_tokens.any()):  # no token reached some experts
-                error = output_error(made.floats[index], made.stored[index].to_nvfp4(), known)
+            if isinstance(stored, StoredLayer):
+                layers.append(error_of_layer(name, values, stored))
+            else:
+                layers.append(layer_error(name, values, stored, ratio, options.recipe.block[0]))
+        for index, (known, stored) in enumerate(zip(made.inputs, made.stored, strict=False)):
+            if isinstance(stored, StoredWeight) and bool(known.num_tokens.any()):  # some experts had none
+                error = output_error(made.floats[index], stored.to_nvfp4(), known)
                 layers[index] = replace(layers[index], output_error=error)
     found = tensors_of(one, made.stored, scheme, options)
     return Made({name: tensor.cpu() for name, tensor in found.items()}, tuple(layers), tuple(notes))

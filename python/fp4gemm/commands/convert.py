@@ -16,7 +16,7 @@ from .. import _names
 from ..checkpoint import CheckpointError, ConvertReport, Options, Translation, convert, plan_conversion
 from ..checkpoint.calibration import NUM_TOKENS, Text, read_calibration
 from ..checkpoint.formats import FORMATS, SOURCES
-from ..checkpoint.options import read_amaxes, read_fused, read_kv_scales
+from ..checkpoint.options import read_amaxes, read_fused, read_kv_scales, read_layers
 from ..checkpoint.runner import Progress
 from ..models.report import readable_bytes
 from ..recipe import METHODS, Numerics, WeightScaling
@@ -29,7 +29,7 @@ LINE_S = 5.0  # between two lines of progress where standard error is no termina
 QUANTIZING = (
     "format", "numerics", "weight_scaling", "method", "four_over_six", "calibration", "calibration_tokens",
     "activations", "recipe", "include", "exclude", "experts_only", "bf16_first", "bf16_last", "fuse",
-    "split_experts", "kv_cache",
+    "split_experts", "kv_cache", "layers",
 )  # fmt: skip
 
 
@@ -101,6 +101,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     split.add_argument(
         "--keep-experts", dest="split_experts", action="store_false", help="store them as one tensor"
+    )
+    add(
+        "--layers",
+        metavar="FILE",
+        help="a JSON file with the format of single modules: bf16, or fp8-channel in the formats of others",
     )
     add("--kv-cache", metavar="FILE", help="none (default), or a JSON file of FP8 scales of k and v")
     change = parser.add_argument_group("from format to format")
@@ -207,6 +212,8 @@ def _what(options: argparse.Namespace) -> Options | Translation:
     fuse = given.pop("fuse", "auto")
     sets = {"auto": _names.fused_sets(), "none": ()}
     given["fuse"] = sets[fuse] if fuse in sets else read_fused(Path(fuse))
+    if "layers" in given:
+        given["layers"] = read_layers(Path(given["layers"]))
     cache = given.pop("kv_cache", "none")
     if cache != "none":
         given["kv_scales"] = read_kv_scales(Path(cache))

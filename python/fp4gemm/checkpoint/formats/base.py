@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, cast
 
 import torch
@@ -243,7 +243,7 @@ class Scheme:
             )
         for each in self.groups:
             _checks.is_one_of("groups", each.stored, ("a16", *LAYERS))
-            if each.stored == "a16" and said_to_others(known) != known:
+            if each.stored in INPUTS and said_to_others(known) != known:
                 raise ValueError(
                     f"groups: got 'a16' beside activations {known!r}, must be beside 'static' or "
                     "'per-token': loaders would take what producer says of the others for them too"
@@ -414,7 +414,7 @@ def read_cache(value: object, where: str) -> KVCache | None:
     raise ValueError(f"{where}: the KV cache is {_checks.describe(value)}, must be null, FP8 or NVFP4")
 
 
-def in_order(kinds: Mapping[str, list[str]], where: str) -> tuple[StoredActivations, tuple[Group, ...]]:
+def in_order(kinds: Mapping[Any, Sequence[str]], where: str) -> tuple[StoredActivations, tuple[Group, ...]]:
     """The activations of the NVFP4 layers of a mix, and its other groups.
 
     Args:
@@ -424,11 +424,11 @@ def in_order(kinds: Mapping[str, list[str]], where: str) -> tuple[StoredActivati
     Raises:
         ValueError: there is no NVFP4 layer, or two ways to quantize the activations of NVFP4.
     """
-    nvfp4 = sorted((kind for kind in kinds if kind in INPUTS), key=lambda kind: kind == "a16")
+    nvfp4 = sorted((kind for kind in kinds if kind in INPUTS), key=lambda kind: not INPUTS[kind].is_nvfp4)
     if not nvfp4:
         found = _checks.listing([LAYERS[cast(LayerName, kind)].title for kind in kinds])
         raise ValueError(f"{where}: its layers are {found}, must have some in NVFP4")
-    if len(nvfp4) > 1 and nvfp4[1] != "a16":
+    if len(nvfp4) > 1 and INPUTS[nvfp4[1]].is_nvfp4:
         raise ValueError(f"{where}: layers have {nvfp4} activations, must have one kind beside 'a16'")
     groups = tuple(
         Group(tuple(targets), cast("Stored", kind)) for kind, targets in kinds.items() if kind != nvfp4[0]

@@ -145,7 +145,10 @@ class Plan:
         """
         fill = self.fills[anchor]
         if isinstance(fill, FillFloat):
-            layer = StoredLayer.read(tensors, fill.stored.name, cast(LayerName, fill.stored.stored))
+            # transformers casts a tensor that keeps its name; bf16, fp16 and fp32 have every value of e4m3.
+            name = fill.stored.name
+            codes = {f"{name}.weight": tensors[f"{name}.weight"].to(torch.float8_e4m3fn)}
+            layer = StoredLayer.read({**tensors, **codes}, name, cast(LayerName, fill.stored.stored))
             return {anchor: layer.dequantize(fill.dtype)}
         if isinstance(fill, FillStack):
             weight, bias = self._of_stack(fill, tensors)
