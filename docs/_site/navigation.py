@@ -18,6 +18,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "docs/models",
         "docs/checkpoints",
         "docs/accuracy",
+        "docs/qat",
         "docs/training",
         "docs/training_losses",
         "docs/lora",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .calibration import calibrate
+from .qat import QATExperts, QATLinear, convert_qat, prepare_qat
 from .quantize import quantize_model
 from .report import BlockReport, ExpertsReport, FloatWeight, LayerReport, QuantizeReport
 from .smoothing import smooth
@@ -12,8 +13,12 @@ __all__ = [
     "ExpertsReport",
     "FloatWeight",
     "LayerReport",
+    "QATExperts",
+    "QATLinear",
     "QuantizeReport",
     "calibrate",
+    "convert_qat",
+    "prepare_qat",
     "quantize_model",
     "smooth",
 ]

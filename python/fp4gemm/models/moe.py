@@ -26,7 +26,7 @@ from .._names import STACKED
 from ..activations import Activation, ActivationName
 from ..nn._hooks import materialized
 from ..nn._inputs import check_float_weight, k_step
-from ..nn.experts import Experts, Layout, check_shapes
+from ..nn.experts import Experts, Layout, check_shapes, interleaved
 from ..recipe import LayerActivations
 
 FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")  # has_post_expert_norm is younger
@@ -146,6 +146,16 @@ def parameters_of(m: Any) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]
     w13, w2 = (getattr(m, name) for name in names)
     biases = (getattr(m, f"{name}_bias") for name in names) if m.has_bias else (None, None)
     return w13, w2, *biases
+
+
+def as_layers_hold(module: torch.nn.Module) -> tuple[Tensor, Tensor]:
+    """The float weights of a module in the order of :class:`Experts`: (g, n, k), gate and up alternating."""
+    m: Any = module
+    w13, w2, _, _ = parameters_of(m)
+    w13, w2 = w13.detach(), w2.detach()
+    if m.is_transposed:
+        w13, w2 = w13.transpose(1, 2), w2.transpose(1, 2)
+    return (interleaved(w13) if m.has_gate and m.is_concatenated else w13), w2
 
 
 def rounded(module: torch.nn.Module, plan: ExpertsPlan, made: Experts) -> Iterator[tuple[Tensor, Tensor]]:
