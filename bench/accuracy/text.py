@@ -2,8 +2,10 @@
 
 The calibration's text is the docstrings of some modules. The evaluation has two texts, both of other modules:
 their docstrings, and their source code without docstrings and comments, which is foreign to the calibration.
-A docstring that occurs in both sets of modules is removed from the evaluation. The texts depend on the
-version of Python, so results name it, and rows of another version are not compared.
+A docstring that occurs in both sets of modules is removed from the evaluation. Training
+(``python -m bench qad``) has the docstrings and the source code of all modules but those of the evaluation,
+which are read as files and not imported. The texts depend on the version of Python, so results name it, and
+rows of another version are not compared.
 """
 
 from __future__ import annotations
@@ -12,8 +14,10 @@ import ast
 import importlib
 import inspect
 import re
+import sysconfig
 from collections.abc import Iterator, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +34,9 @@ EVALUATION = (
     *("ftplib", "gettext", "imaplib", "mailbox", "multiprocessing.pool", "optparse", "pdb", "poplib"),
     *("random", "sched", "statistics", "string", "tarfile", "textwrap", "uuid", "zipapp"),
 )
+
+# Folders and modules of the standard library that are no text to train on: tests, tables, and other programs.
+NOT_TRAINED = ("test", "tests", "idlelib", "lib2to3", "turtledemo", "encodings", "pydoc_data", "ensurepip")
 
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 TEXTS = ("docstrings", "source")  # of the evaluation
@@ -67,11 +74,56 @@ def source(modules: Sequence[str]) -> str:
     parts = []
     for name in modules:
         tree = ast.parse(inspect.getsource(importlib.import_module(name)))
-        for node in ast.walk(tree):
-            if isinstance(node, _DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
-                node.body = node.body[1:] or [ast.Pass()]
-        parts.append(ast.unparse(tree))
+        parts.append(ast.unparse(_without_docstrings(tree)))
     return "\n\n".join(parts)
+
+
+def _without_docstrings(tree: ast.Module) -> ast.Module:
+    """The tree itself, from which the docstrings are removed."""
+    for node in ast.walk(tree):
+        if isinstance(node, _DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
+            node.body = node.body[1:] or [ast.Pass()]
+    return tree
+
+
+@cache
+def training(name: str) -> str:
+    """The text of this name, one of TEXTS, of the modules outside of the evaluation, in alphabetical order.
+
+    Of these modules, docstrings and functions that the evaluation has too are left out.
+    """
+    if name == "source":
+        evaluated = set(source(EVALUATION).split("\n\n"))
+        trained = (ast.unparse(_without_docstrings(tree)).split("\n\n") for tree in _trees())
+        return "\n\n".join(part for parts in trained for part in parts if part not in evaluated)
+    documents = {text for module in EVALUATION for text in _documents(importlib.import_module(module))}
+    seen = {_body(text) for text in documents}
+    parts: list[str] = []
+    for tree in _trees():
+        for node in ast.walk(tree):
+            if not isinstance(node, _DOCUMENTED):
+                continue
+            text = ast.get_docstring(node)
+            if text is not None and len(text) > 40 and text not in seen:
+                seen.add(text)
+                parts.append(text if isinstance(node, ast.Module) else f"{node.name}: {text}")
+    return "\n\n".join(parts)
+
+
+def _body(text: str) -> str:
+    """A docstring of :func:`_documents` without the name before it."""
+    return re.sub(r"^[\w.]+: ", "", text)
+
+
+def _trees() -> Iterator[ast.Module]:
+    """The modules of the standard library outside of the evaluation and of NOT_TRAINED, parsed."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    for path in sorted(root.rglob("*.py")):
+        parts = path.relative_to(root).with_suffix("").parts
+        parts = parts[:-1] if parts[-1] == "__init__" else parts
+        is_public = not any(part.startswith("_") or "-" in part or part in NOT_TRAINED for part in parts)
+        if parts and is_public and ".".join(parts) not in EVALUATION:
+            yield ast.parse(path.read_text(encoding="utf-8"))
 
 
 def evaluation(name: str) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from bench.report import accuracy, engine, training
+from bench.report import accuracy, engine, qad, training
 from bench.report.readme import marks, upstream_tables
 from bench.report.results import load_all
 
@@ -48,6 +48,12 @@ def steps(**facts: Any) -> dict[str, dict[str, Any]]:
 def test_tables_of_accuracy(path: Path) -> None:
     found = block("docs/accuracy.md", f"bench accuracy {path.stem}")
     assert found == accuracy.table(accuracy.load(path)), f"bench accuracy --out {path} --readme accuracy.md"
+
+
+@pytest.mark.parametrize("path", sorted((RESULTS / "qad").glob("*.jsonl")), ids=lambda path: path.stem)
+def test_tables_of_distillation(path: Path) -> None:
+    found = block("docs/qat.md", f"bench qad {path.stem}")
+    assert found == qad.table(qad.load(path)), f"bench qad --out {path} --readme docs/qat.md"
 
 
 def test_the_table_of_losses() -> None:
