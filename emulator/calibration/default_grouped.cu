@@ -89,7 +89,9 @@ int main(int argc, char** argv) {
     rows.push_back(std::atoi(argv[i]));
   }
   int failed = 0;
-#if CALIBRATION_ARCH == 120
+#ifdef CALIBRATION_MXFP8
+  failed += check<128, 128, 1, 1, Row>("MXFP8, 128x128, row-major D", n, k, rows);
+#elif CALIBRATION_ARCH == 120
   failed += check<128, 128, 1, 1, Row>("128x128, row-major D", n, k, rows);
 #else
   failed += check<128, 128, 1, 1, Row>("128x128, cluster 1x1, row-major D", n, k, rows);

@@ -1,5 +1,6 @@
-// CUTLASS's own NVFP4 kernels for SM100 or SM120 with the default epilogue (linear combination without C), by
-// tile and layout, and their verification against CUTLASS's host reference. CALIBRATION_ARCH is 100 or 120.
+// CUTLASS's own kernels of block-scaled operands for SM100 or SM120 with the default epilogue (linear
+// combination without C), by tile and layout, and their verification against CUTLASS's host reference.
+// CALIBRATION_ARCH is 100 or 120; with CALIBRATION_MXFP8 the operands are MXFP8, otherwise NVFP4.
 #pragma once
 
 #include <cstdio>
@@ -25,7 +26,14 @@ namespace calibration {
 
 using namespace cute;
 
+#ifdef CALIBRATION_MXFP8
+constexpr bool kMxfp8 = true;
+using Element = cutlass::mx_float8_t<cutlass::float_e4m3_t>;
+#else
+constexpr bool kMxfp8 = false;
 using Element = cutlass::nv_float4_t<cutlass::float_e2m1_t>;
+#endif
+constexpr int kAlignment = 128 / cutlass::sizeof_bits<typename Element::DataType>::value;  // of operands
 
 /// What an architecture chooses for its kernels of tile (M, N).
 template <int kArch, int M, int N, bool kGrouped>
@@ -34,7 +42,7 @@ struct Machine;
 template <int M, int N, bool kGrouped>
 struct Machine<100, M, N, kGrouped> {
   using Arch = cutlass::arch::Sm100;
-  static constexpr int kTileK = 256;
+  static constexpr int kTileK = kMxfp8 ? 128 : 256;
   static constexpr bool kTwoSm = M == 256;
   // With n = 256 the two accumulators of CUTLASS overlap by the columns of the epilogue tile, since TMEM also
   // has to hold the scale factors.
@@ -45,12 +53,17 @@ struct Machine<100, M, N, kGrouped> {
                                   cutlass::epilogue::PtrArrayTmaWarpSpecialized1Sm>,
                     conditional_t<kTwoSm, cutlass::epilogue::TmaWarpSpecialized2Sm,
                                   cutlass::epilogue::TmaWarpSpecialized1Sm>>;
-  using MainloopSchedule =
+  using Nvfp4Schedule =
       conditional_t<kGrouped,
                     conditional_t<kTwoSm, cutlass::gemm::KernelPtrArrayTmaWarpSpecialized2SmNvf4Sm100,
                                   cutlass::gemm::KernelPtrArrayTmaWarpSpecialized1SmNvf4Sm100>,
                     conditional_t<kTwoSm, cutlass::gemm::KernelTmaWarpSpecialized2SmNvf4Sm100,
                                   cutlass::gemm::KernelTmaWarpSpecialized1SmNvf4Sm100>>;
+  using Mxfp8Schedule =
+      conditional_t<kGrouped, cutlass::gemm::KernelPtrArrayTmaWarpSpecialized1SmMxf8f6f4Sm100,
+                    cutlass::gemm::KernelTmaWarpSpecialized1SmMxf8f6f4Sm100>;
+  static_assert(!kMxfp8 || !kTwoSm, "no tile of this library that two SMs share multiplies MXFP8");
+  using MainloopSchedule = conditional_t<kMxfp8, Mxfp8Schedule, Nvfp4Schedule>;
 };
 
 template <int M, int N, bool kGrouped>
@@ -87,8 +100,8 @@ struct Case {
   using Stages = cutlass::gemm::collective::StageCountAutoCarveout<
       static_cast<int>(sizeof(typename Epilogue::SharedStorage)) + 1024>;
   using Mainloop = typename cutlass::gemm::collective::CollectiveBuilder<
-      Arch, cutlass::arch::OpClassBlockScaledTensorOp, Element, LayoutA, 32, Element, LayoutB, 32, float,
-      Tile, Cluster, Stages, typename Machine::MainloopSchedule>::CollectiveOp;
+      Arch, cutlass::arch::OpClassBlockScaledTensorOp, Element, LayoutA, kAlignment, Element, LayoutB,
+      kAlignment, float, Tile, Cluster, Stages, typename Machine::MainloopSchedule>::CollectiveOp;
   using Problem = conditional_t<kGrouped, cutlass::gemm::GroupProblemShape<Shape<int, int, int>>,
                                 Shape<int, int, int, int>>;
   using Kernel = cutlass::gemm::kernel::GemmUniversal<Problem, Mainloop, Epilogue, void>;
@@ -106,6 +119,20 @@ struct Case {
 template <class View>
 void fill(View view, unsigned seed, int limit) {
   cutlass::reference::host::TensorFillRandomUniform(view, seed, limit, -limit, 0);
+}
+
+/// Fills scales: those of NVFP4 as above, those of MXFP8, which have no sign and no zero, with 1/2, 1, 2
+/// and 4.
+template <class Scales>
+void fill_scales(Scales& scales, unsigned seed) {
+  if constexpr (kMxfp8) {
+    for (size_t i = 0; i < scales.size(); ++i) {
+      seed = seed * 1664525u + 1013904223u;
+      scales.host_data()[i] = std::decay_t<decltype(scales.host_data()[i])>::bitcast(126 + (seed >> 30));
+    }
+  } else {
+    fill(scales.host_view(), seed, 1);
+  }
 }
 
 /// The operands and the result of one matrix product.
@@ -140,8 +167,8 @@ struct Matrices {
     reference.reset(cutlass::make_Coord(m * n));
     fill(a.host_view(), seed + 1, 2);
     fill(b.host_view(), seed + 2, 2);
-    fill(sfa.host_view(), seed + 3, 1);
-    fill(sfb.host_view(), seed + 4, 1);
+    fill_scales(sfa, seed + 3);
+    fill_scales(sfb, seed + 4);
     a.sync_device();
     b.sync_device();
     sfa.sync_device();

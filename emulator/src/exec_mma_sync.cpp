@@ -1,6 +1,7 @@
 // mma.sync: products of matrices that a warp holds in registers (PTX ISA, "Warp Level Matrix Instructions:
 // mma"): D = A B^T + C with A of 16 rows, B of 8 rows and fp32 C and D. A row of A or B has 32 bytes in every
-// shape: 16 elements of 16 bits, or 64 of 4 bits with a scale factor for each 16 of them.
+// shape: 16 elements of 16 bits, 32 of 8 bits with one scale factor, or 64 of 4 bits with a scale factor for
+// each 16 of them.
 //
 // The emulator sums the products in double, adds C, and rounds once to fp32, which is exact where the sum
 // fits in fp32; the hardware's alignment and truncation of summands are not modelled.
@@ -15,13 +16,12 @@ namespace {
 constexpr int kM = 16, kN = 8;  // rows of A, and of B
 constexpr int kRowBytes = 32;
 constexpr int kMaxK = 64;
-constexpr int kBlock = 16;                // elements that share a scale factor
-constexpr int kBlocks = kMaxK / kBlock;   // of a row
+constexpr int kMaxBlocks = 4;             // scale factors of a row
 constexpr int kLaneBytes = sizeof(u32);   // of a row, in a register of a lane
 constexpr int kHalfRow = 4 * kLaneBytes;  // of a row, in a register of four lanes
 
 /// The elements of A and B, in the order of the names that decode_mma_sync looks for.
-enum Element { kF16, kBf16, kE2m1, kNumElements };
+enum Element { kF16, kBf16, kE2m1, kE4m3, kNumElements };
 
 /// Decodes the elements of a row; returns their number.
 int decode_row(u8 const* bytes, int element, double* out) {
@@ -30,6 +30,12 @@ int decode_row(u8 const* bytes, int element, double* out) {
       out[i] = decode_e2m1(bytes[i / 2] >> (i % 2 * 4) & 15);
     }
     return kMaxK;
+  }
+  if (element == kE4m3) {
+    for (int i = 0; i < kRowBytes; ++i) {
+      out[i] = decode_e4m3(bytes[i]);
+    }
+    return kRowBytes;
   }
   for (int i = 0; i < kRowBytes / 2; ++i) {
     u32 const code = bytes[2 * i] | bytes[2 * i + 1] << 8;
@@ -42,8 +48,9 @@ int decode_row(u8 const* bytes, int element, double* out) {
 
 /// mode: the elements of A and B.
 bool decode_mma_sync(Instruction& in) {
-  static char const* const types[] = {".f32.f16.f16.f32", ".f32.bf16.bf16.f32", ".f32.e2m1.e2m1.f32.ue4m3"};
-  static size_t const num_operands[] = {4, 4, 8};
+  static char const* const types[] = {".f32.f16.f16.f32", ".f32.bf16.bf16.f32", ".f32.e2m1.e2m1.f32.ue4m3",
+                                      ".f32.e4m3.e4m3.f32.ue8m0"};
+  static size_t const num_operands[] = {4, 4, 8, 8};
   in.handler = &Machine::exec_mma_sync;
   for (in.mode[0] = 0; in.mode[0] < kNumElements; ++in.mode[0]) {
     std::string const suffix = types[in.mode[0]];
@@ -57,9 +64,15 @@ bool decode_mma_sync(Instruction& in) {
     return false;
   }
   // The number of parts excludes every other modifier, such as .sp or .satfinite.
-  return in.mode[0] == kE2m1 ? in.has("kind::mxf4nvf4") && in.has("block_scale") && in.has("scale_vec::4X") &&
-                                   in.has("m16n8k64") && in.parts.size() == 14
-                             : in.has("m16n8k16") && in.parts.size() == 10;
+  switch (in.mode[0]) {
+    case kE2m1:
+      return in.has("kind::mxf4nvf4") && in.has("block_scale") && in.has("scale_vec::4X") &&
+             in.has("m16n8k64") && in.parts.size() == 14;
+    case kE4m3:
+      return in.has("kind::mxf8f6f4") && in.has("block_scale") && in.has("scale_vec::1X") &&
+             in.has("m16n8k32") && in.parts.size() == 14;
+    default: return in.has("m16n8k16") && in.parts.size() == 10;
+  }
 }
 
 /// mma.sync d, a, b, c, and with block scales: scales of a, {byte, thread}, scales of b, {byte, thread}
@@ -104,35 +117,44 @@ Outcome Machine::exec_mma_sync(Warp& warp, Group& group, Instruction const& in, 
     decode_row(b_bytes[n], in.mode[0], b[n]);
   }
 
-  // The four scale factors of a row are the bytes of one register, from its first block on. Row m of A has
-  // them in lane 4 (m % 8) + m / 8 and row n of B in lane 4 n, each plus what the thread selector says: the
-  // other half of the quad for A, a lane of it for B. The byte selector can only be 0 with four factors.
-  double scale_a[kM][kBlocks], scale_b[kN][kBlocks];
-  bool const scaled = in.mode[0] == kE2m1;
+  // The scale factors of a row are bytes of one register: all four, from its first block on, or the one that
+  // the byte selector says. Row m of A has them in lane 4 (m % 8) + m / 8 and row n of B in lane 4 n, each
+  // plus what the thread selector says: the other half of the quad for A, a lane of it for B.
+  double scale_a[kM][kMaxBlocks], scale_b[kN][kMaxBlocks];
+  bool const scaled = in.mode[0] == kE2m1 || in.mode[0] == kE4m3;
+  int const blocks = in.mode[0] == kE2m1 ? kMaxBlocks : 1;
   if (scaled) {
+    struct Selector {
+      int byte, thread;
+    };
     auto const selector = [&](size_t operand, u64 threads) {
+      u64 const bytes = in.mode[0] == kE4m3 ? 4 : 1;
       read_register(operand, 0);
       u64 const byte = row[0] & 0xFFFF;
       read_register(operand, 1);
       u64 const thread = row[0] & 0xFFFF;
-      if (byte != 0 || thread >= threads) {
-        fatal("mma.sync with scale selector {%llu, %llu}, must be {0, 0 to %llu}",
+      if (byte >= bytes || thread >= threads) {
+        fatal("mma.sync with scale selector {%llu, %llu}, must be {%s, 0 to %llu}",
               static_cast<unsigned long long>(byte), static_cast<unsigned long long>(thread),
-              static_cast<unsigned long long>(threads - 1));
+              bytes == 1 ? "0" : "0 to 3", static_cast<unsigned long long>(threads - 1));
       }
-      return static_cast<int>(thread);
+      return Selector{static_cast<int>(byte), static_cast<int>(thread)};
     };
-    int const lane_a = 2 * selector(5, 2), lane_b = selector(7, 4);
+    auto const factor = [&](u64 word, int byte) {
+      u32 const code = static_cast<u32>(word >> (8 * byte) & 255);
+      return in.mode[0] == kE4m3 ? decode_e8m0(code) : decode_ue4m3(code);
+    };
+    Selector const of_a = selector(5, 2), of_b = selector(7, 4);
     read_register(4, 0);
     for (int m = 0; m < kM; ++m) {
-      for (int i = 0; i < kBlocks; ++i) {
-        scale_a[m][i] = decode_ue4m3(static_cast<u32>(row[4 * (m % 8) + m / 8 + lane_a] >> (8 * i) & 255));
+      for (int i = 0; i < blocks; ++i) {
+        scale_a[m][i] = factor(row[4 * (m % 8) + m / 8 + 2 * of_a.thread], of_a.byte + i);
       }
     }
     read_register(6, 0);
     for (int n = 0; n < kN; ++n) {
-      for (int i = 0; i < kBlocks; ++i) {
-        scale_b[n][i] = decode_ue4m3(static_cast<u32>(row[4 * n + lane_b] >> (8 * i) & 255));
+      for (int i = 0; i < blocks; ++i) {
+        scale_b[n][i] = factor(row[4 * n + of_b.thread], of_b.byte + i);
       }
     }
   }
@@ -141,9 +163,9 @@ Outcome Machine::exec_mma_sync(Warp& warp, Group& group, Instruction const& in, 
   for (int m = 0; m < kM; ++m) {
     for (int n = 0; n < kN; ++n) {
       double sum = 0;
-      for (int i = 0; i < k / kBlock; ++i) {
+      for (int i = 0; i < blocks; ++i) {
         double block = 0;
-        for (int j = i * kBlock; j < (i + 1) * kBlock; ++j) {
+        for (int j = i * (k / blocks); j < (i + 1) * (k / blocks); ++j) {
           block += a[m][j] * b[n][j];
         }
         sum += scaled ? block * (scale_a[m][i] * scale_b[n][i]) : block;

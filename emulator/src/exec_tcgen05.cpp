@@ -12,8 +12,8 @@
 
 namespace ptxemu {
 
-/// mode: the size of the CTA group; of commit whether it is multicast; of ld and st the shape and the
-/// repetition.
+/// mode: the size of the CTA group; of mma the kind (mma.cpp); of commit whether it is multicast; of ld and
+/// st the shape and the repetition.
 bool decode_tcgen05(Instruction& in) {
   std::string const name = in.parts[1].substr(0, in.parts[1].find(':'));
   in.mode[0] = in.has("cta_group::2") ? 2 : 1;
@@ -28,8 +28,10 @@ bool decode_tcgen05(Instruction& in) {
     return in.parts.size() == 5 && in.has("32x128b") && in.has("warpx4");
   } else if (name == "mma") {
     in.handler = &Machine::exec_tcgen05_mma;
-    return in.has("kind::mxf4nvf4") && (in.has("block16") || in.has("scale_vec::4X")) && !in.has("sp") &&
-           in.operands.size() == 7;
+    in.mode[1] = in.has("kind::mxf8f6f4") ? 1 : 0;
+    bool const nvfp4 = in.has("kind::mxf4nvf4") && (in.has("block16") || in.has("scale_vec::4X"));
+    bool const mxfp8 = in.has("kind::mxf8f6f4") && in.has("block_scale");
+    return (nvfp4 || mxfp8) && !in.has("sp") && in.operands.size() == 7;
   } else if (name == "commit") {
     in.mode[1] = in.has("multicast::cluster");
     in.handler = &Machine::exec_tcgen05_commit;

@@ -1,7 +1,9 @@
-// tcgen05.mma.kind::mxf4nvf4.block_scale with blocks of 16, the product of NVFP4 (PTX ISA, "Tensorcore 5th
-// Generation Instructions: tcgen05.mma"). One instruction multiplies 64 values of k with a scale factor for
-// each 16 of them. The emulator sums its products in double and rounds once to fp32, which is exact where the
-// sum fits in fp32; the hardware's alignment and truncation of summands are not modelled.
+// tcgen05.mma with block scales (PTX ISA, "Tensorcore 5th Generation Instructions: tcgen05.mma"). One
+// instruction multiplies 32 bytes of each row:
+//   kind::mxf4nvf4, blocks of 16   NVFP4: 64 values of k, and a scale factor for each 16 of them
+//   kind::mxf8f6f4                 MXFP8: 32 values of k in e4m3, and one scale factor
+// The emulator sums the products in double and rounds once to fp32, which is exact where the sum fits in
+// fp32; the hardware's alignment and truncation of summands are not modelled.
 #include <algorithm>
 #include <cmath>
 
@@ -14,31 +16,46 @@ namespace ptxemu {
 
 namespace {
 
-constexpr u32 kK = 64;      // values of k of one instruction
-constexpr u32 kBlock = 16;  // values of k that share a scale factor
-constexpr u32 kBlocks = kK / kBlock;
-constexpr u32 kRows = 128;  // rows of A and D in a CTA
+constexpr u32 kRowBytes = 32;  // of A and B
+constexpr u32 kMaxK = 64;      // values of k of one instruction
+constexpr u32 kMaxBlocks = 4;  // scale factors of a row
+constexpr u32 kRows = 128;     // rows of A and D in a CTA
 constexpr u32 kMaxColumns = 256;
 
-/// The instruction descriptor (PTX ISA, "Instruction descriptor", the table for .kind::mxf4nvf4).
+/// A kind of products.
+struct Kind {
+  u32 k, block;       // values of k of one instruction, and those that share a scale factor
+  u32 format;         // of A and B in the instruction descriptor
+  bool must_be_e8m0;  // the scale factors; else the instruction descriptor chooses
+  /// Any of the four bytes of a word of scale factors may be that of the instruction; else it uses all four.
+  bool selects_scale;
+
+  u32 blocks() const { return k / block; }
+};
+constexpr Kind kKinds[] = {{64, 16, 1, false, false},
+                           {32, 32, 0, true, true}};  // by the mode of decode_tcgen05
+
+/// The instruction descriptor (PTX ISA, "Instruction descriptor", the tables for .kind::mxf4nvf4 and
+/// .kind::mxf8f6f4).
 struct InstructionDescriptor {
   u32 m, n, scale_a_id, scale_b_id;
   bool e8m0;  // type of the scale factors; else ue4m3
   bool negate_a, negate_b;
 };
 
-InstructionDescriptor unpack(u32 bits, int cta_group) {
+InstructionDescriptor unpack(u32 bits, int cta_group, Kind const& kind) {
   InstructionDescriptor const d = {(bits >> 24 & 31) * 16, (bits >> 17 & 63) * 8, bits >> 29 & 3,
                                    bits >> 4 & 3,          (bits >> 23 & 1) != 0, (bits >> 13 & 1) != 0,
                                    (bits >> 14 & 1) != 0};
   u32 const format_a = bits >> 7 & 7, format_b = bits >> 10 & 7;
-  if ((bits >> 2 & 1) != 0 || format_a != 1 || format_b != 1 || (bits >> 15 & 3) != 0 ||
-      (bits >> 31 & 1) != 0 || d.scale_a_id != 0 || d.scale_b_id != 0) {
+  if ((bits >> 2 & 1) != 0 || format_a != kind.format || format_b != kind.format || (bits >> 15 & 3) != 0 ||
+      (bits >> 31 & 1) != 0 || (kind.must_be_e8m0 && !d.e8m0) ||
+      (!kind.selects_scale && (d.scale_a_id != 0 || d.scale_b_id != 0))) {
     fatal(
-        "instruction descriptor 0x%08x: sparse, transposed, k = 96, formats %u and %u, or scale ids %u and "
-        "%u are "
-        "not modelled",
-        bits, format_a, format_b, d.scale_a_id, d.scale_b_id);
+        "instruction descriptor 0x%08x: sparse, transposed, k = 96, formats %u and %u, %s scales, or scale "
+        "ids "
+        "%u and %u are not modelled",
+        bits, format_a, format_b, d.e8m0 ? "ue8m0" : "ue4m3", d.scale_a_id, d.scale_b_id);
   }
   u32 const groups = static_cast<u32>(cta_group);
   if (d.m != kRows * groups || d.n == 0 || d.n > kMaxColumns || d.n % (8 * groups) != 0) {
@@ -58,14 +75,14 @@ using Floats = float __attribute__((vector_size(32)));
 using Doubles = double __attribute__((vector_size(64)));
 constexpr u32 kVector = 8;
 
-/// sums[n] += scale_a * scale_b[n] * sum over the block of a[k] * b[k][n]. The sum over the block is exact in
-/// float, since it is a multiple of 1/4 of at most 576; its product with the two scale factors has 20
-/// significant bits.
+/// sums[n] += scale_a * scale_b[n] * sum over the block of NVFP4 of a[k] * b[k][n]. The sum over the block is
+/// exact in float, since it is a multiple of 1/4 of at most 576; its product with the two scale factors has
+/// 20 significant bits.
 PTXEMU_CLONES void accumulate_block(float const* a, float const* b, u32 n, float scale_a,
                                     float const* scale_b, double* sums) {
   for (u32 j = 0; j < n; j += kVector) {
     Floats sum = {}, values;
-    for (u32 k = 0; k < kBlock; ++k) {
+    for (u32 k = 0; k < 16; ++k) {
       std::memcpy(&values, &b[k * kMaxColumns + j], sizeof values);
       sum += a[k] * values;
     }
@@ -79,9 +96,28 @@ PTXEMU_CLONES void accumulate_block(float const* a, float const* b, u32 n, float
   }
 }
 
+/// The same for a block of 32 values in e4m3, whose sum is a multiple of 2^-18 below 2^23 and so exact in
+/// double. The scale factors are powers of two.
+PTXEMU_CLONES void accumulate_e4m3_block(float const* a, float const* b, u32 n, float scale_a,
+                                         float const* scale_b, double* sums) {
+  for (u32 j = 0; j < n; j += kVector) {
+    Doubles sum = {}, total;
+    Floats values, scales;
+    for (u32 k = 0; k < 32; ++k) {
+      std::memcpy(&values, &b[k * kMaxColumns + j], sizeof values);
+      sum += static_cast<double>(a[k]) * __builtin_convertvector(values, Doubles);
+    }
+    std::memcpy(&scales, &scale_b[j], sizeof scales);
+    std::memcpy(&total, &sums[j], sizeof total);
+    total += sum * (static_cast<double>(scale_a) * __builtin_convertvector(scales, Doubles));
+    std::memcpy(&sums[j], &total, sizeof total);
+  }
+}
+
 }  // namespace
 
 struct Machine::Mma {
+  Kind const* kind;
   std::vector<Cta*> ctas;     // one, or the two of a pair
   u32 d, scales_a, scales_b;  // TMEM columns
   u64 a, b;                   // matrix descriptors
@@ -89,27 +125,32 @@ struct Machine::Mma {
   bool accumulate;  // add the product to D; else D is overwritten
 };
 
-/// Decodes rows of 64 values, without their scale factors, to [row][k].
-void Machine::read_operand_rows(Cta* cta, u64 descriptor, u32 rows, float* out) {
+/// Decodes rows of k values, 64 in e2m1 or 32 in e4m3, without their scale factors, to [row][k].
+void Machine::read_operand_rows(Cta* cta, u64 descriptor, u32 rows, u32 k, float* out) {
   static float const values[16] = {0, .5f, 1, 1.5f, 2, 3, 4, 6, -0.f, -.5f, -1, -1.5f, -2, -3, -4, -6};
   for (u32 row = 0; row < rows; ++row) {
-    for (u32 byte = 0; byte < kK / 2; byte += 16) {
+    for (u32 byte = 0; byte < kRowBytes; byte += 16) {
       u32 const from = descriptor_address(descriptor, row, byte);
       u8 const* const codes = shared_bytes(cta, from, 16);
       if (std::memchr(&cta->written[from], 0, 16) != nullptr) {
         hazard("tcgen05.mma reads uninitialised shared memory in [%u, %u), row %u", from, from + 16, row);
       }
       for (u32 i = 0; i < 16; ++i) {
-        out[row * kK + 2 * (byte + i)] = values[codes[i] & 15];
-        out[row * kK + 2 * (byte + i) + 1] = values[codes[i] >> 4];
+        if (k == kRowBytes) {
+          out[row * k + byte + i] = decode_e4m3(codes[i]);
+        } else {
+          out[row * k + 2 * (byte + i)] = values[codes[i] & 15];
+          out[row * k + 2 * (byte + i) + 1] = values[codes[i] >> 4];
+        }
       }
     }
   }
 }
 
-/// Decodes the four scale factors of each row. Row r has its four bytes in lane r % 32 and column r / 32, and
-/// in the same way in each of the four groups of 32 lanes (PTX ISA, "Scale factor layout").
-void Machine::read_scales(Cta* cta, u32 column, u32 rows, bool e8m0, float* out) {
+/// Decodes `count` scale factors of each row, from byte `id` of its word on. Row r has its four bytes in lane
+/// r % 32 and column r / 32, and in the same way in each of the four groups of 32 lanes (PTX ISA, "Scale
+/// factor layout").
+void Machine::read_scales(Cta* cta, u32 column, u32 rows, bool e8m0, u32 id, u32 count, float* out) {
   check_tmem(cta, column, (rows + 31) / 32);
   for (u32 row = 0; row < rows; ++row) {
     u32 const at = column + row / 32;
@@ -122,9 +163,9 @@ void Machine::read_scales(Cta* cta, u32 column, u32 rows, bool e8m0, float* out)
         hazard("the four copies of the scales of row %u differ", row);
       }
     }
-    for (u32 i = 0; i < kBlocks; ++i) {
-      u32 const code = word >> (8 * i) & 255;
-      out[row * kBlocks + i] = e8m0 ? decode_e8m0(code) : decode_ue4m3(code);
+    for (u32 i = 0; i < count; ++i) {
+      u32 const code = word >> (8 * (id + i)) & 255;
+      out[row * count + i] = e8m0 ? decode_e8m0(code) : decode_ue4m3(code);
     }
   }
 }
@@ -133,40 +174,43 @@ void Machine::read_scales(Cta* cta, u32 column, u32 rows, bool e8m0, float* out)
 /// factors of A, an equal part of the rows of B, and the scale factors of all of B.
 void Machine::multiply(Mma const& mma) {
   u32 const groups = static_cast<u32>(mma.ctas.size()), n = mma.shape.n, share = n / groups;
-  std::vector<float> rows(static_cast<size_t>(std::max(kRows, share)) * kK);
-  std::vector<float> b(static_cast<size_t>(kK) * kMaxColumns);  // [k][column]
-  std::vector<float> scales(static_cast<size_t>(kMaxColumns) * kBlocks), scale_b(scales.size());
+  u32 const depth = mma.kind->k, blocks = mma.kind->blocks();
+  auto const accumulate = mma.kind->k == kRowBytes ? accumulate_e4m3_block : accumulate_block;
+  std::vector<float> rows(static_cast<size_t>(std::max(kRows, share)) * kMaxK);
+  std::vector<float> b(static_cast<size_t>(kMaxK) * kMaxColumns);  // [k][column]
+  std::vector<float> scales(static_cast<size_t>(kMaxColumns) * kMaxBlocks), scale_b(scales.size());
   // Each CTA of a pair supplies its part of B, and its own copy of the scale factors of all of B.
   for (u32 g = 0; g < groups; ++g) {
-    read_operand_rows(mma.ctas[g], mma.b, share, rows.data());
+    read_operand_rows(mma.ctas[g], mma.b, share, depth, rows.data());
     for (u32 r = 0; r < share; ++r) {
-      for (u32 k = 0; k < kK; ++k) {
-        b[k * kMaxColumns + g * share + r] = mma.shape.negate_b ? -rows[r * kK + k] : rows[r * kK + k];
+      for (u32 k = 0; k < depth; ++k) {
+        b[k * kMaxColumns + g * share + r] = mma.shape.negate_b ? -rows[r * depth + k] : rows[r * depth + k];
       }
     }
     std::vector<float> mine(scales.size());
-    read_scales(mma.ctas[g], mma.scales_b, n, mma.shape.e8m0, mine.data());
-    if (g == 1 && std::memcmp(mine.data(), scales.data(), n * kBlocks * sizeof(float)) != 0) {
+    read_scales(mma.ctas[g], mma.scales_b, n, mma.shape.e8m0, mma.shape.scale_b_id, blocks, mine.data());
+    if (g == 1 && std::memcmp(mine.data(), scales.data(), n * blocks * sizeof(float)) != 0) {
       hazard("the CTAs of a pair hold different scales of B");
     }
     scales = mine;
   }
   // Transposed to [block][column], so that accumulate_block reads a vector of columns.
   for (u32 j = 0; j < n; ++j) {
-    for (u32 i = 0; i < kBlocks; ++i) {
-      scale_b[i * kMaxColumns + j] = scales[j * kBlocks + i];
+    for (u32 i = 0; i < blocks; ++i) {
+      scale_b[i * kMaxColumns + j] = scales[j * blocks + i];
     }
   }
   for (Cta* cta : mma.ctas) {
     check_tmem(cta, mma.d, n);
-    read_operand_rows(cta, mma.a, kRows, rows.data());
-    read_scales(cta, mma.scales_a, kRows, mma.shape.e8m0, scales.data());
+    read_operand_rows(cta, mma.a, kRows, depth, rows.data());
+    read_scales(cta, mma.scales_a, kRows, mma.shape.e8m0, mma.shape.scale_a_id, blocks, scales.data());
     for (u32 r = 0; r < kRows; ++r) {
       double sums[kMaxColumns] = {};
-      for (u32 i = 0; i < kBlocks; ++i) {
-        float const scale = mma.shape.negate_a ? -scales[r * kBlocks + i] : scales[r * kBlocks + i];
-        accumulate_block(&rows[r * kK + i * kBlock], &b[static_cast<size_t>(i) * kBlock * kMaxColumns], n,
-                         scale, &scale_b[i * kMaxColumns], sums);
+      for (u32 i = 0; i < blocks; ++i) {
+        float const scale = mma.shape.negate_a ? -scales[r * blocks + i] : scales[r * blocks + i];
+        size_t const first = static_cast<size_t>(i) * mma.kind->block;
+        accumulate(&rows[r * depth + first], &b[first * kMaxColumns], n, scale, &scale_b[i * kMaxColumns],
+                   sums);
       }
       for (u32 j = 0; j < n; ++j) {
         u32& word = cta->tmem_word(r, mma.d + j);
@@ -202,13 +246,15 @@ Outcome Machine::exec_tcgen05_mma(Warp& warp, Group&, Instruction const& in, u32
       fatal("tcgen05.mma with TMEM addresses 0x%x, 0x%x, 0x%x: lanes other than 0 are not modelled", d,
             scales_a, scales_b);
     }
-    Mma const mma = {cta_group(warp.cta, in.mode[0]),
+    Kind const& kind = kKinds[in.mode[1]];
+    Mma const mma = {&kind,
+                     cta_group(warp.cta, in.mode[0]),
                      d,
                      scales_a,
                      scales_b,
                      operand(1),
                      operand(2),
-                     unpack(idesc, in.mode[0]),
+                     unpack(idesc, in.mode[0], kind),
                      (operand(6) & 1) != 0};
     session_.statistics.add("idesc",
                             format_text("cta_group::%d 0x%08x (m %u n %u %s)", in.mode[0], idesc, mma.shape.m,

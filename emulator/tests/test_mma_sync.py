@@ -9,6 +9,7 @@ from ptxemu.emulator import EmulatorError
 _RNG = np.random.default_rng(8)
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 _FP4 = "kind::mxf4nvf4.block_scale.scale_vec::4X.m16n8k64.row.col.f32.e2m1.e2m1.f32.ue4m3"
+_FP8 = "kind::mxf8f6f4.block_scale.scale_vec::1X.m16n8k32.row.col.f32.e4m3.e4m3.f32.ue8m0"
 
 
 def _e2m1(codes: np.ndarray) -> np.ndarray:
@@ -16,7 +17,7 @@ def _e2m1(codes: np.ndarray) -> np.ndarray:
 
 
 def _e4m3(codes: np.ndarray) -> np.ndarray:
-    """Normal numbers only."""
+    """Normal numbers only, without their signs."""
     return (1 + (codes & 7) / 8) * 2.0 ** ((codes >> 3 & 15) - 7.0)
 
 
@@ -158,6 +159,49 @@ def test_nvfp4_rounds_once(bench):
     assert (_fp4(bench, problem) == (1 << 24) + 2).all()
 
 
+def _fp8(bench, problem: dict[str, np.ndarray], bytes_: tuple[int, int], threads: tuple[int, int]):
+    """bytes_ and threads: the scale selectors of A and of B. All other bytes of the scales are NaN."""
+    rows, columns = np.arange(16), np.arange(8)
+    registers = []
+    for scales, lanes, byte in (
+        (problem["scale_a"], 4 * (rows % 8) + rows // 8 + 2 * threads[0], bytes_[0]),
+        (problem["scale_b"], 4 * columns + threads[1], bytes_[1]),
+    ):
+        words = np.full((32, 4), 0xFF, np.uint8)
+        words[lanes, byte] = scales
+        registers.append(words.view(np.uint32))
+    bench.target = "sm_120a"
+    bench.emulator.configure(compute_capability=120)
+    return _multiply(
+        bench,
+        _FP8,
+        _fragment_a(problem["a"], 8),
+        _fragment_b(problem["b"], 8),
+        _fragment_c(problem["c"]),
+        *registers,
+        tail=f", {{%r10}}, {{{bytes_[0]}, {threads[0]}}}, {{%r11}}, {{{bytes_[1]}, {threads[1]}}}",
+    )
+
+
+@pytest.mark.parametrize(("bytes_", "threads"), [((0, 0), (0, 0)), ((3, 1), (1, 3)), ((2, 3), (0, 2))])
+def test_mxfp8(bench, bytes_, threads):
+    """One scale factor for the 32 values of a row, in the byte and the lane that the selectors say."""
+    problem = {
+        "a": _RNG.integers(40, 72, (16, 32)) | _RNG.integers(0, 2, (16, 32)) << 7,
+        "b": _RNG.integers(40, 72, (8, 32)) | _RNG.integers(0, 2, (8, 32)) << 7,
+        "scale_a": _RNG.integers(120, 134, 16),
+        "scale_b": _RNG.integers(120, 134, 8),
+        "c": _RNG.integers(-99, 99, (16, 8)),
+    }
+    a, b = (np.where(problem[x] & 0x80, -1, 1) * _e4m3(problem[x]) for x in "ab")
+    scale_a, scale_b = (2.0 ** (problem[f"scale_{x}"] - 127.0) for x in "ab")
+    want = _fragment_c(a @ b.T * np.outer(scale_a, scale_b) + problem["c"])
+    np.testing.assert_array_equal(_fp8(bench, problem, bytes_, threads), want)
+    problem["scale_a"][9] = 255  # NaN
+    is_nan = np.isnan(_fp8(bench, problem, bytes_, threads))
+    np.testing.assert_array_equal(is_nan, _fragment_c(np.repeat(np.arange(16)[:, None] == 9, 8, 1)) == 1)
+
+
 @pytest.mark.parametrize("name", ["f16", "bf16"])
 def test_16_bit(bench, name):
     values = [_RNG.integers(-40, 40, shape) / 8 for shape in ((16, 16), (8, 16))]
@@ -193,3 +237,5 @@ def test_what_is_not_modelled_is_refused(bench):
     for byte, thread in ((1, 0), (0, 2)):
         wrong = f"mov.u16 %h1, {byte}; mov.u16 %h2, {thread}; mma.sync.aligned.{_FP4} {_REGISTERS}, {scales};"
         assert f"scale selector {{{byte}, {thread}}}, must be {{0, 0 to 1}}" in _failure(bench, wrong)
+    wrong = f"mov.u16 %h1, 4; mov.u16 %h2, 0; mma.sync.aligned.{_FP8} {_REGISTERS}, {scales};"
+    assert "scale selector {4, 0}, must be {0 to 3, 0 to 1}" in _failure(bench, wrong)

@@ -1,4 +1,4 @@
-"""tcgen05.mma of NVFP4 with scale factors that a kernel stores to tensor memory, against numpy.
+"""tcgen05.mma of NVFP4 and MXFP8 with scale factors that a kernel stores to tensor memory, against numpy.
 
 A lies in shared memory as threads store it, without a swizzle, or as TMA writes it, with one.
 """
@@ -181,3 +181,39 @@ def test_a_pattern_that_starts_elsewhere_is_not_modelled(bench):
     y = bench.emulator.empty((_ROWS, _COLUMNS), np.float32)
     with pytest.raises(EmulatorError, match="base offset 4, leading mode 0 are not modelled"):
         bench.launch(ones, ones, y, block=(128, 1, 1))
+
+
+# Products of MXFP8: 32 values in e4m3 and one scale factor for each row.
+_MXFP8_INSTRUCTION = _ROWS // 16 << 24 | _COLUMNS // 8 << 17 | 1 << 23  # e4m3, ue8m0
+_MXFP8_HEAD = _HEAD.replace(str(_ONES * 0x01010101), str(0x38404840))  # 2, 4, 2 and 1 as values of A and B
+_KIND = "kind::mxf4nvf4.block_scale.block16"
+
+
+def _mxfp8_body(id_a: int, id_b: int) -> str:
+    instruction = _MXFP8_INSTRUCTION | id_a << 29 | id_b << 4
+    return _BODY.replace(str(_INSTRUCTION), str(instruction)).replace(_KIND, "kind::mxf8f6f4.block_scale")
+
+
+@pytest.mark.parametrize(("id_a", "id_b"), [(0, 0), (1, 1), (3, 2)])
+def test_mxfp8(bench, id_a, id_b):
+    """The ids say which byte of a word of scale factors belongs to the 32 values of a row."""
+    rng = np.random.default_rng(9)
+    scale_a, scale_b = (rng.integers(120, 134, (n, 4)).astype(np.uint8) for n in (_ROWS, _COLUMNS))
+    padded = np.zeros((32, 4), np.uint8)
+    padded[:_COLUMNS] = scale_b
+    body = _MXFP8_HEAD + _STORE_A + _mxfp8_body(id_a, id_b)
+    bench.kernel(body, "scale_a", "scale_b", "y", declarations=_SHARED)
+    y = bench.emulator.empty((_ROWS, _COLUMNS), np.float32)
+    bench.launch(bench.emulator.upload(scale_a), bench.emulator.upload(padded), y, block=(128, 1, 1))
+    assert not bench.emulator.hazards()
+    a, b = 2.0 ** (scale_a[:, id_a] - 127.0), 2.0 ** (scale_b[:, id_b] - 127.0)
+    total = 8 * (2.0**2 + 4.0**2 + 2.0**2 + 1.0**2)
+    np.testing.assert_array_equal(bench.emulator.download(y), total * np.outer(a, b).astype(np.float32))
+
+
+def test_mxfp8_needs_ue8m0_scale_factors(bench):
+    body = _mxfp8_body(0, 0).replace(str(_MXFP8_INSTRUCTION), str(_MXFP8_INSTRUCTION & ~(1 << 23)))
+    bench.kernel(_MXFP8_HEAD + _STORE_A + body, "scale_a", "scale_b", "y", declarations=_SHARED)
+    ones = bench.emulator.upload(np.full((_ROWS, _BLOCKS), 0x7F, np.uint8))
+    with pytest.raises(EmulatorError, match="formats 0 and 0, ue4m3 scales"):
+        bench.launch(ones, ones, bench.emulator.empty((_ROWS, _COLUMNS), np.float32), block=(128, 1, 1))
