@@ -155,6 +155,14 @@ def tested_device(device: torch.device | str | int | None) -> torch.device:
     return torch.device("cuda", index)
 
 
+def device_to_test(device: torch.device | str | int | None) -> torch.device:
+    """:func:`tested_device`, if kernels serve it; NotImplementedError says why none do."""
+    found = tested_device(device)
+    if found.type == "cuda" and kernel_table.kernel_arch(found.index) is None:
+        raise NotImplementedError(support.is_supported(found).reason)
+    return found
+
+
 _PASSED: set[int] = set()  # CUDA indices
 _FAILED: dict[int, str] = {}
 _WARNED: set[int] = set()
