@@ -11,6 +11,7 @@ import torch
 from epilogue_host import compiled, evaluated, inputs_of
 from fp4gemm import epilogues as ep
 from fp4gemm.epilogues import Epilogue
+from fp4gemm.epilogues.cpp import header, header_of
 from fp4gemm.epilogues.operations import OPERATIONS
 from helpers import assert_same_value
 
@@ -82,6 +83,16 @@ def every_operation(acc, alpha, row, col, bias, c):
 def test_every_operation(tmp_path: Path, gen: torch.Generator) -> None:
     assert set(every_operation.aux) == set(OPERATIONS)
     check(every_operation, tmp_path, gen, 400_000)
+
+
+def test_the_header_of_a_text() -> None:
+    program = every_operation.program
+    text = header_of(every_operation.text)
+    assert text == header(program)
+    assert program.hash in text
+    lines = ["kPairs = false", "kResults = 1", f"kNumAux = {len(OPERATIONS)}", "kTakesBias = true"]
+    for line in [*lines, "kRowInputs = 0", "Results apply(float acc, Terms const& t)"]:
+        assert line in text
 
 
 def test_every_number_of_16_bits(tmp_path: Path) -> None:

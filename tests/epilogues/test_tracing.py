@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -180,6 +182,15 @@ def test_decorator_arguments() -> None:
         fp4gemm.epilogue(3)
     with pytest.raises(TypeError, match="pairs: got"):
         fp4gemm.epilogue(lambda acc: acc, pairs=1)
+
+
+def test_pickle() -> None:
+    """Epilogues are pickled by their names, as functions are, and their arguments by value."""
+    epilogue = examples.soft_cap
+    assert pickle.loads(pickle.dumps(epilogue)) is epilogue
+    bound = pickle.loads(pickle.dumps(epilogue(cap=3.0)))
+    assert (bound.epilogue, bound.scalars) == (epilogue, [3.0])
+    assert copy.deepcopy(bound).epilogue is epilogue
 
 
 def test_binding() -> None:

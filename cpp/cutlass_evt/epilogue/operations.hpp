@@ -175,6 +175,7 @@ CUTLASS_HOST_DEVICE float erf(float x) {
   return a < 1.0f ? small : x < 0.0f ? -large : large;
 }
 
+#if !defined(__CUDACC_RTC__)
 namespace detail {
 
 /// The number that is nearest to x among those with kBits bits after the leading one and with exponents from
@@ -190,6 +191,7 @@ inline float nearest(float x) {
 }
 
 }  // namespace detail
+#endif
 
 /// The bfloat16 number that is nearest to x.
 CUTLASS_HOST_DEVICE float cast_bf16(float x) {

@@ -6,12 +6,13 @@ Its function ``apply`` has one line for each node of the program, by the functio
 
 from __future__ import annotations
 
+import functools
 import math
 
 from .operations import MASK
-from .program import TERMS, Node, Program
+from .program import TERMS, Node, Program, parse
 
-__all__ = ["FILE_NAME", "header"]
+__all__ = ["FILE_NAME", "header", "header_of"]
 
 FILE_NAME = "fp4gemm_generated.hpp"
 
@@ -59,6 +60,12 @@ CUTLASS_HOST_DEVICE Results apply({parameters}) {{
 """
 _ONE = "/// The outputs of one element of the product, whose accumulator is acc."
 _PAIR = "/// The outputs of columns 2i and 2i + 1 of the product; the user's inputs are those of t0."
+
+
+@functools.lru_cache(maxsize=1024)
+def header_of(text: str) -> str:
+    """The header of the program of a text; kept, because every call of a product on a GPU needs it."""
+    return header(parse(text))
 
 
 def header(program: Program) -> str:

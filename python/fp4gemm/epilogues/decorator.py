@@ -145,7 +145,8 @@ class Epilogue:
 
     def __init__(self, function: Function, pairs: bool) -> None:
         self.name = getattr(function, "__name__", "epilogue")
-        self.__doc__ = function.__doc__
+        self.__doc__, self.__module__ = function.__doc__, function.__module__
+        self.__qualname__ = getattr(function, "__qualname__", self.name)
         self.__wrapped__ = function
         self._where = _place(function)
         self.parameters = _parameters(function, pairs, self._refuse)
@@ -227,6 +228,9 @@ class Epilogue:
                 "that is annotated as fp4gemm.epilogues.Row, Column, Group or Matrix"
             )
         return float(value)
+
+    def __reduce__(self) -> str:
+        return self.__qualname__  # pickled by its name, as a function is
 
     def __repr__(self) -> str:
         return f"<fp4gemm epilogue {self.name}({', '.join(p.name for p in self.parameters)})>"
