@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from fp4gemm import nn
-from fp4gemm.checkpoint import Translation, convert
+from fp4gemm.checkpoint import Packing, Translation, convert
 from helpers import assert_bits
 from mxfp4_models import dequantized, float_of, write_mxfp4
 from nvfp4_models import float_model, integration, load, logits, read, save_float, transformers
@@ -81,6 +81,19 @@ def test_converted_checkpoints_have_the_same_model(target: Any, tmp_path: Path) 
     assert model.model.layers[0].mlp.experts.activations == "a16"
     if target == "fp4gemm":
         assert torch.equal(logits(model), logits(own))
+
+
+@pytest.mark.parametrize("scale", ["floor", "ceil"])
+def test_a_float_model_is_packed_and_loaded(scale: str, tmp_path: Path) -> None:
+    """transformers' own code and this library read the same values of what convert writes."""
+    save_float(float_model("gpt-oss"), tmp_path / "float")
+    report = convert(tmp_path / "float", tmp_path / "mxfp4", Packing(scale=scale), verify=True)
+    assert report.is_verified
+    same_values(experts_of(load(tmp_path / "mxfp4")), dequantized(tmp_path / "mxfp4"))
+    tensors, _ = read(tmp_path / "float")
+    for name, values in dequantized(tmp_path / "mxfp4", torch.float32).items():
+        error = (values - tensors[name].float()).norm() / tensors[name].float().norm()
+        assert error < 0.16
 
 
 def test_values_far_below_are_rounded_and_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -10,6 +10,7 @@ from .calibration import Text
 from .conversion import convert, plan_conversion
 from .engine import quantize_named
 from .options import Options
+from .packing import Packing
 from .plan import FusedSet, Matrix, Plan
 from .report import ConvertReport, LayerError, TensorReport
 from .source import CheckpointError
@@ -22,6 +23,7 @@ __all__ = [
     "LayerError",
     "Matrix",
     "Options",
+    "Packing",
     "Plan",
     "TensorReport",
     "Text",

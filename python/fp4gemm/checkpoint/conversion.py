@@ -19,11 +19,12 @@ from ..recipe import USES_DATA
 from .calibration import Text, fingerprint, statistics_of
 from .options import Options, checked_options
 from .output import PART, State, locked, write_file
+from .packing import Packing
 from .plan import Plan
 from .report import ConvertReport
 from .runner import CompareSink, Made, Progress, WriteSink, resolve_devices, run
 from .source import CONFIG, CheckpointError, Source
-from .work import Translation, Work, copied_files, quantization, translation
+from .work import Translation, Work, copied_files, packing, quantization, translation
 
 __all__ = ["convert", "plan_conversion"]
 
@@ -31,7 +32,7 @@ SPARE = 2**20  # bytes on the disk for everything but the shards
 
 
 def plan_conversion(
-    src: str | os.PathLike[str], options: Options | Translation | None = None
+    src: str | os.PathLike[str], options: Options | Translation | Packing | None = None
 ) -> ConvertReport:
     """Report what :func:`convert` would do, from headers and config.json alone; nothing is written.
 
@@ -45,7 +46,7 @@ def plan_conversion(
 def convert(
     src: str | os.PathLike[str],
     dst: str | os.PathLike[str],
-    options: Options | Translation | None = None,
+    options: Options | Translation | Packing | None = None,
     *,
     device: str = "auto",
     jobs: int | None = None,
@@ -70,7 +71,8 @@ def convert(
         src: the folder of a checkpoint: config.json, safetensors files, and an index if they are several.
         dst: a folder that is new or empty, or with ``resume`` that of an interrupted conversion.
         options: what is quantized, and how; None is ``Options()``. A :class:`Translation` instead changes the
-            format of an NVFP4 checkpoint; codes and block scales keep their bytes.
+            format of an NVFP4 checkpoint; codes and block scales keep their bytes. A :class:`Packing` writes
+            the experts of GPT-OSS in MXFP4.
         device: "auto" (a GPU if torch sees one), "cpu", "cuda" or "cuda:0,1".
         jobs: sets that are converted at a time; None: as many as torch has threads, or four for each GPU.
         max_memory: bytes that the sets which are converted at a time may need; None: no limit beyond jobs.
@@ -190,11 +192,13 @@ def _other_names(source: Source, work: Work) -> list[str]:
     return [*copied_files(source), *index, *work.extra, CONFIG]
 
 
-def _checked(options: object) -> Options | Translation:
-    return options if isinstance(options, Translation) else checked_options(options)
+def _checked(options: object) -> Options | Translation | Packing:
+    return options if isinstance(options, (Translation, Packing)) else checked_options(options)
 
 
-def _work(source: Source, options: Options | Translation) -> Work:
+def _work(source: Source, options: Options | Translation | Packing) -> Work:
+    if isinstance(options, Packing):
+        return packing(source, options)
     return translation(source, options) if isinstance(options, Translation) else quantization(source, options)
 
 

@@ -39,13 +39,14 @@ from .formats import (
 from .mixed import of_module, others_of, scheme_of_mix, slots_of_other, translated_other
 from .options import Options
 from .output import STATE, FileLayout, Slot, layout, slots_of_set, slots_of_weight
+from .packing import Packing, packed
 from .plan import FusedSet, Part, Plan
 from .report import Action, ConvertReport, TensorReport, amax_ratios, error_of_layer, layer_error, plan_report
 from .runner import Made, Task
 from .source import CheckpointError, Source
 from .stacked import Expanded, expanded
 
-__all__ = ["Translation", "Work", "copied_files", "quantization", "translation"]
+__all__ = ["Translation", "Work", "copied_files", "packing", "quantization", "translation"]
 
 MATRICES = 10  # float32 matrices (k, k) that GPTQ needs at a time: three moments, float64 factors
 CONFIG_KEYS = ("quantization_config", "compression_config")
@@ -237,6 +238,26 @@ def translation(source: Source, options: Translation) -> Work:
     }
     about_options = {"from": options.source, "to": options.target}
     return Work(about_options, files, tasks, *_configs(source.config, scheme), report)
+
+
+def packing(source: Source, options: Packing) -> Work:
+    """The work of writing a float checkpoint in a format of SOURCES.
+
+    Raises:
+        CheckpointError: the checkpoint is quantized already, or as for :func:`.packed`.
+    """
+    _refuse_quantized(source)
+    slots, tasks, entries = packed(source, options)
+    report = ConvertReport(
+        tuple(entries),
+        left_out=tuple(sorted(source.left_out.items())),
+        method=f"{options.format}, scale {options.scale}",
+    )
+    files = {
+        shard: FileLayout.of(shard, made, source.metadata[shard]) for shard, made in slots.items() if made
+    }
+    config = {**source.config, "quantization_config": dict(SOURCES[options.format].config)}
+    return Work({"format": options.format, "scale": options.scale}, files, tasks, config, {}, report)
 
 
 def _translation(source: Source, format: FormatName, target: FormatName) -> Expanded:

@@ -13,7 +13,15 @@ from pathlib import Path
 from typing import get_args
 
 from .. import _names
-from ..checkpoint import CheckpointError, ConvertReport, Options, Translation, convert, plan_conversion
+from ..checkpoint import (
+    CheckpointError,
+    ConvertReport,
+    Options,
+    Packing,
+    Translation,
+    convert,
+    plan_conversion,
+)
 from ..checkpoint.calibration import NUM_TOKENS, Text, read_calibration
 from ..checkpoint.formats import FORMATS, SOURCES
 from ..checkpoint.options import read_amaxes, read_fused, read_kv_scales, read_layers
@@ -29,7 +37,7 @@ LINE_S = 5.0  # between two lines of progress where standard error is no termina
 QUANTIZING = (
     "format", "numerics", "weight_scaling", "method", "four_over_six", "calibration", "calibration_tokens",
     "activations", "recipe", "include", "exclude", "experts_only", "bf16_first", "bf16_last", "fuse",
-    "split_experts", "kv_cache", "layers",
+    "split_experts", "kv_cache", "layers", "scale",
 )  # fmt: skip
 
 
@@ -39,7 +47,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("dst", type=Path, metavar="DST", help="folder of the new one: new, empty, or interrupted (--resume)")
     what = parser.add_argument_group("what is quantized, and how")
     add = what.add_argument
-    add("--format", choices=tuple(FORMATS), help="of the new checkpoint (default: modelopt)")
+    add(
+        "--format",
+        choices=(*FORMATS, *SOURCES),
+        help="of the new checkpoint (default: modelopt); mxfp4: the experts of GPT-OSS in MXFP4",
+    )
+    add(
+        "--scale",
+        choices=sorted({name for about in SOURCES.values() for name in about.scales_by}),
+        help="with --format mxfp4: the power of two of a block is that of its amax over that of 4 (floor, "
+        "the default), or the least for which no element saturates (ceil)",
+    )
     add("--numerics", choices=get_args(Numerics), help="whose roundings (default: te)")
     add(
         "--weight-scaling",
@@ -173,7 +191,7 @@ def _refuse_with_dry_run(options: argparse.Namespace) -> None:
             raise ValueError(f"{flag}: got with --dry-run, must be absent: nothing is converted or written")
 
 
-def _what(options: argparse.Namespace) -> Options | Translation:
+def _what(options: argparse.Namespace) -> Options | Translation | Packing:
     given = {name: getattr(options, name) for name in QUANTIZING if getattr(options, name) is not None}
     if options.source is not None or options.target is not None:
         if options.source is None or options.target is None:
@@ -184,6 +202,14 @@ def _what(options: argparse.Namespace) -> Options | Translation:
                 f"{name}: got with --from and --to, must be absent: they change the format alone"
             )
         return Translation(options.source, options.target)
+    if given.get("format") in SOURCES:
+        others = [name for name in given if name not in ("format", "scale")]
+        if others:
+            flag = "--" + others[0].replace("_", "-")
+            raise ValueError(f"{flag}: got with --format {given['format']}, must be absent")
+        return Packing(**given)
+    if "scale" in given:
+        raise ValueError(f"--scale: got {given['scale']}, must be absent without --format mxfp4")
     if "recipe" in given:
         own = PRESETS[given.pop("recipe")].for_inference().options()
         for name in own:

@@ -7,13 +7,16 @@ Sources: the config.json and the headers of openai/gpt-oss-20b, and ``integratio
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import cast
 
 from torch import Tensor
 
 from ..._checks import describe
 from ...containers.interop import MXFP4Report
+from ...containers.mxfp4 import quantize_mxfp4
 from ...containers.nvfp4 import NVFP4Tensor
 from ...recipe import WeightScaling
+from ...reference.mxfp4 import SCALES, ScaleMode
 from . import base
 from .base import Json
 from .sources import SourceFormat
@@ -24,6 +27,8 @@ KNOWN = ("quant_method", "modules_to_not_convert")
 MODEL = "gpt_oss"  # how gate and up are arranged is known of this model alone
 # The activation of fp4gemm is "swiglu_oai", with these constants; the values are those of an absent key, too.
 CONSTANTS = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702}
+# What a checkpoint of OpenAI says of the modules that are not MXFP4.
+NOT_CONVERTED = ("model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head")
 
 
 def _read(config: Json, where: str) -> tuple[str, ...]:
@@ -51,6 +56,10 @@ def _operand(
     return NVFP4Tensor.from_mxfp4(codes, scales, scaling=scaling, inexact="round", report=report)
 
 
+def _pack(matrix: Tensor, scale: str) -> tuple[Tensor, Tensor]:
+    return quantize_mxfp4(matrix, scale=cast(ScaleMode, scale))
+
+
 MXFP4 = SourceFormat(
     name="mxfp4",
     codes="_blocks",
@@ -62,4 +71,7 @@ MXFP4 = SourceFormat(
     read=_read,
     check_model=_check_model,
     operand=_operand,
+    scales_by=SCALES,
+    pack=_pack,
+    config={"modules_to_not_convert": list(NOT_CONVERTED), "quant_method": "mxfp4"},
 )
