@@ -126,21 +126,3 @@ def test_blocks_that_are_not_finite(mode: str) -> None:
     assert not made.codes[made.scales == 255].any()
     with pytest.raises(ValueError, match=r"^scales: 2 of 4 are 255, the NaN of e8m0"):
         fp4gemm.NVFP4Tensor.from_mxfp4(*made)
-
-
-@pytest.mark.parametrize(
-    ("x", "scale", "error", "message"),
-    [
-        ([1.0], "floor", TypeError, r"^x: got "),
-        (torch.ones(2, 32, dtype=torch.float64), "floor", TypeError, r"^x: dtype is torch\.float64"),
-        (torch.ones(32), "floor", ValueError, r"^x: shape is \(32,\), must be \(n, k\) or \(g, n, k\)"),
-        (torch.ones(0, 32), "floor", ValueError, r"^x: shape is \(0, 32\), must be"),
-        (torch.ones(2, 48), "floor", ValueError, r"^x: k is 48, must be a positive multiple of 32"),
-        (torch.ones(2, 32), "even", ValueError, r"^scale: got 'even', must be 'floor' or 'ceil'"),
-        (torch.ones(2, 32), 1, TypeError, r"^scale: got "),
-        (torch.ones(2, 32, requires_grad=True), "floor", NotImplementedError, r"^x: requires grad"),
-    ],
-)
-def test_bad_arguments(x: object, scale: object, error: type, message: str) -> None:
-    with pytest.raises(error, match=message):
-        fp4gemm.quantize_mxfp4(x, scale=scale)  # type: ignore[arg-type]

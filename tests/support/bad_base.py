@@ -161,6 +161,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = 
             "decoded": False,
         },
     ),
+    "quantize_mxfp4": (fp4gemm.quantize_mxfp4, lambda: {"x": ones(M, K), "scale": "floor"}),
     "quantize_mxfp8": (
         fp4gemm.quantize_mxfp8,
         lambda: {"x": ones(M, K), "axis": -1, "dtype": torch.float8_e4m3fn, "swizzled": True},

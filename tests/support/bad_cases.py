@@ -18,6 +18,7 @@ import bad_interop
 import bad_linear
 import bad_models
 import bad_moe
+import bad_mxfp4
 import bad_mxfp8
 import bad_prepacked
 import bad_quantize
@@ -57,6 +58,7 @@ __all__ = ["CASES", "FUNCTIONS", "Case", "complaint"]
 
 CASES = Cases(
     [
+        *bad_mxfp4.CASES,
         *bad_mxfp8.CASES,
         *bad_quantize.CASES,
         *bad_ranks.CASES,
