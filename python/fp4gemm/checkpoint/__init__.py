@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from .auto import AutoReport, Choice, choose
 from .calibration import Text
 from .conversion import convert, plan_conversion
 from .engine import quantize_named
@@ -17,7 +18,9 @@ from .source import CheckpointError
 from .work import Translation
 
 __all__ = [
+    "AutoReport",
     "CheckpointError",
+    "Choice",
     "ConvertReport",
     "FusedSet",
     "LayerError",
@@ -28,6 +31,7 @@ __all__ = [
     "TensorReport",
     "Text",
     "Translation",
+    "choose",
     "convert",
     "plan_conversion",
     "quantize_named",

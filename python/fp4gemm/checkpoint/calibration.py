@@ -28,7 +28,18 @@ if TYPE_CHECKING:
     from .plan import FusedSet, Matrix, Plan
     from .runner import Progress
 
-__all__ = ["Calibration", "Inputs", "Text", "data_of", "inputs_of", "read_calibration", "statistics_of"]
+__all__ = [
+    "Calibration",
+    "Inputs",
+    "Text",
+    "causal_model",
+    "data_of",
+    "inputs_of",
+    "read_calibration",
+    "renaming",
+    "statistics_of",
+    "tokens_of",
+]
 
 NUM_TOKENS = 2**17  # the most tokens of a text that are used by default
 LENGTH = 1024  # tokens of a batch, unless the model reads fewer
@@ -336,15 +347,9 @@ def statistics_of(
             quantized, or a layer sees no token or inputs that are not finite. ModuleNotFoundError:
             transformers is not installed.
     """
-    try:
-        transformers = importlib.import_module("transformers")
-    except ImportError as error:
-        raise ModuleNotFoundError(
-            "transformers is not installed, which calibration by a text needs (pip install transformers); "
-            "statistics that fp4gemm.calibrate made need it not"
-        ) from error
-    batches, count, total = _read(transformers, source, text)
-    model = _model(transformers, source, torch.float32 if device.type == "cpu" else torch.bfloat16)
+    batches, about = tokens_of(source, text)
+    count = sum(batch.numel() for batch in batches)
+    model = causal_model(source, torch.float32 if device.type == "cpu" else torch.bfloat16)
     wanted = _names_in(plan, model, source)
     modules = set(wanted.values()) | {name.rpartition(".")[0] for name in wanted.values()}
     options: dict[str, Any] = {
@@ -357,8 +362,6 @@ def statistics_of(
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"calibration: {error}") from error
     found: dict[str, InputStatistics] = {name: made[own] for name, own in wanted.items() if own in made}
-    used = f"the first {count} of the {total} tokens of" if count < total else f"the {total} tokens of"
-    about = f"{used} {text.name}"
     largest = max(matrix.shape[1] for one in plan.sets for matrix in one.matrices)
     if count < largest and plan.options.method == "gptq":
         about += f", which are fewer than the {largest} inputs of a layer; a longer text is better"
@@ -392,7 +395,24 @@ def length_of(config: Any) -> int:
     return min(LENGTH, most) if isinstance(most, int) and most > 0 else LENGTH
 
 
-def _read(transformers: Any, source: Source, text: Text) -> tuple[list[Tensor], int, int]:
+def _transformers() -> Any:
+    try:
+        return importlib.import_module("transformers")
+    except ImportError as error:
+        raise ModuleNotFoundError(
+            "transformers is not installed, which calibration by a text needs (pip install transformers); "
+            "statistics that fp4gemm.calibrate made need it not"
+        ) from error
+
+
+def tokens_of(source: Source, text: Text) -> tuple[list[Tensor], str]:
+    """The tokens of a text as batches (1, tokens), by the tokenizer of a checkpoint, and what they are.
+
+    Raises:
+        CheckpointError: the checkpoint has no tokenizer, or the text no token. ModuleNotFoundError:
+            transformers is not installed.
+    """
+    transformers = _transformers()
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(source.folder, local_files_only=True)
         config = transformers.AutoConfig.from_pretrained(source.folder, local_files_only=True)
@@ -404,14 +424,22 @@ def _read(transformers: Any, source: Source, text: Text) -> tuple[list[Tensor], 
         ) from error
     if not batches:
         raise CheckpointError(f"calibration: {text.name} has no tokens, must have some")
-    return batches, count, total
+    used = f"the first {count} of the {total} tokens of" if count < total else f"the {total} tokens of"
+    return batches, f"{used} {text.name}"
 
 
-def _model(transformers: Any, source: Source, dtype: torch.dtype) -> Any:
+def causal_model(source: Source, dtype: torch.dtype) -> Any:
+    """The float model of a checkpoint in eval mode, in CPU memory.
+
+    Raises:
+        CheckpointError: transformers cannot load it. ModuleNotFoundError: transformers is not installed.
+    """
     try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(
+        model = _transformers().AutoModelForCausalLM.from_pretrained(
             source.folder, dtype=dtype, local_files_only=True
         )
+    except ModuleNotFoundError:
+        raise
     except Exception as error:  # these exceptions have no common class either
         raise CheckpointError(
             f"{source.folder}: is no causal language model that transformers can load, which calibration by "
@@ -439,7 +467,7 @@ def _names_in(plan: Plan, model: Any, source: Source) -> dict[str, str]:
     Raises:
         CheckpointError: the model has no such module.
     """
-    rename = _renaming(model)
+    rename = renaming(model)
     modules = dict(model.named_modules(remove_duplicate=False))
     found: dict[str, str] = {}
     for one in plan.sets:
@@ -460,7 +488,7 @@ def _names_in(plan: Plan, model: Any, source: Source) -> dict[str, str]:
     return found
 
 
-def _renaming(model: Any) -> Callable[[str], str]:
+def renaming(model: Any) -> Callable[[str], str]:
     """A function from the name of a module in the checkpoint to its name in the loaded model."""
     try:
         mapping = importlib.import_module("transformers.conversion_mapping")

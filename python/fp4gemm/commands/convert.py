@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from .. import _names
 from ..checkpoint import (
@@ -19,15 +19,17 @@ from ..checkpoint import (
     Options,
     Packing,
     Translation,
+    choose,
     convert,
     plan_conversion,
 )
+from ..checkpoint.auto import NUM_TOKENS as AUTO_TOKENS
 from ..checkpoint.calibration import NUM_TOKENS, Text, read_calibration
 from ..checkpoint.formats import FORMATS, SOURCES
 from ..checkpoint.options import read_amaxes, read_fused, read_kv_scales, read_layers
 from ..checkpoint.runner import Progress
 from ..models.report import readable_bytes
-from ..recipe import METHODS, Numerics, WeightScaling
+from ..recipe import METHODS, USES_DATA, Numerics, WeightScaling
 from ..training.recipe import PRESETS
 
 SUMMARY = "write the NVFP4 checkpoint of a float checkpoint, or change the format of one"
@@ -125,6 +127,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="a JSON file with the format of single modules: bf16, or fp8-channel in the formats of others",
     )
+    add(
+        "--auto",
+        action="store_true",
+        help="choose the format of each layer by its sensitivity, for at most --bits; needs a text as "
+        "--calibration",
+    )
+    add("--bits", type=float, metavar="B", help="with --auto: the largest average of bits of an element, 5.0")
+    add(
+        "--auto-formats",
+        metavar="LIST",
+        help="with --auto: those to choose from, such as nvfp4,fp8-channel (default: bf16 too)",
+    )
     add("--kv-cache", metavar="FILE", help="none (default), or a JSON file of FP8 scales of k and v")
     change = parser.add_argument_group("from format to format")
     change.add_argument("--from", dest="source", choices=(*FORMATS, *SOURCES), help="the format that SRC has")
@@ -153,6 +167,8 @@ def run(options: argparse.Namespace) -> int:
     if options.dry_run:
         _refuse_with_dry_run(options)
     try:
+        if isinstance(what, Options) and options.auto:
+            what = _chosen(what, options)
         if options.dry_run:
             plan = plan_conversion(options.src, what)
             print(plan)
@@ -182,6 +198,46 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
+def _chosen(what: Options, options: argparse.Namespace) -> Options:
+    """The options with the formats that the sensitivity of the layers gives, after their table is printed."""
+    formats = None if options.auto_formats is None else options.auto_formats.split(",")
+    report = choose(
+        options.src,
+        what,
+        bits=options.bits,
+        calibration=options.text,
+        formats=formats,
+        device=options.device.partition(",")[0],
+        progress=_steps(),
+    )
+    print(report)
+    return report.options
+
+
+def _take_auto(given: dict[str, Any], options: argparse.Namespace) -> None:
+    """Compare the options of --auto, and take its text out of those of the conversion.
+
+    Raises:
+        ValueError: one is missing, or is given without --auto.
+    """
+    for name in ("bits", "auto_formats"):
+        if not options.auto and getattr(options, name) is not None:
+            raise ValueError(f"--{name.replace('_', '-')}: got without --auto, must be absent")
+    if not options.auto:
+        return
+    if options.bits is None:
+        raise ValueError("--bits: is missing, must be given with --auto: 5.0, for example")
+    if "calibration" not in given:
+        raise ValueError("--calibration: is missing, must be a text with --auto")
+    if "layers" in given:
+        raise ValueError("--layers: got with --auto, must be absent: it says what --auto chooses")
+    tokens = given.get("calibration_tokens") or AUTO_TOKENS
+    options.text = read_calibration(given["calibration"], tokens)
+    if given.get("method") not in USES_DATA:  # the text is for the choice alone
+        given.pop("calibration")
+        given.pop("calibration_tokens", None)
+
+
 def _refuse_with_dry_run(options: argparse.Namespace) -> None:
     """Raise ValueError for an option of a conversion, which a dry run does not use."""
     defaults = {"device": "auto", "jobs": None, "max_memory": None, "resume": False, "verify": False}
@@ -194,6 +250,8 @@ def _refuse_with_dry_run(options: argparse.Namespace) -> None:
 def _what(options: argparse.Namespace) -> Options | Translation | Packing:
     given = {name: getattr(options, name) for name in QUANTIZING if getattr(options, name) is not None}
     if options.source is not None or options.target is not None:
+        if options.auto:
+            raise ValueError("--auto: got with --from and --to, must be absent: they change the format alone")
         if options.source is None or options.target is None:
             raise ValueError("--from, --to: got one of them, must be given together")
         if given:
@@ -227,6 +285,7 @@ def _what(options: argparse.Namespace) -> Options | Translation | Packing:
         given["activations"] = how
         if file:
             given["activation_amax"] = read_amaxes(Path(file))
+    _take_auto(given, options)
     tokens = given.pop("calibration_tokens", None)
     is_positive = tokens is None or tokens > 0
     if "calibration" in given and is_positive:
