@@ -11,7 +11,8 @@ import fp4gemm
 import pytest
 import torch
 from fp4gemm import nn
-from fp4gemm.checkpoint.formats import FORMATS, StoredWeight
+from fp4gemm.checkpoint import Options, convert
+from fp4gemm.checkpoint.formats import FORMATS, StoredLayer, StoredWeight
 from fp4gemm.integrations import transformers as integration
 from helpers import assert_bits
 from mixed_models import Kind, in_model, nemotron, read, write_nemotron
@@ -94,6 +95,32 @@ def test_a_mix_is_saved_with_its_fp8_layers_in_float(tmp_path: Path) -> None:
             assert_bits(tensors[f"{module}.weight"], value.bfloat16(), module)
             assert f"{module}.weight_scale" not in tensors
         assert_bits(logits(load(tmp_path / format)), logits(model), format)
+
+
+@pytest.mark.parametrize("format", BOTH)
+def test_the_layout_is_made_of_a_float_checkpoint(tmp_path: Path, format: Any) -> None:
+    """convert --layers writes the layout of Nemotron 3, but for FP8 with a scale for each channel."""
+    source = save_float(nemotron(), tmp_path / "float")
+    tensors, _ = read(source)
+    modules = [name.removesuffix(".weight") for name in tensors if name.endswith("_proj.weight")]
+    # in_proj has 324 rows here, no multiple of 8, so that it stays.
+    fp8 = [name for name in modules if ".shared_experts." in name or name.endswith("out_proj")]
+    attention = [name for name in modules if name[-6:] in ("q_proj", "k_proj", "v_proj", "o_proj")]
+    layers = {**dict.fromkeys(fp8, "fp8-channel"), **dict.fromkeys(attention, "bf16")}
+    options = Options(
+        format=format,
+        activations="per-token",
+        layers=layers,  # type: ignore[arg-type]
+        kv_scales={"backbone.layers.2.mixer": (0.5, 0.25)},
+    )
+    convert(source, tmp_path / "mix", options, device="cpu", verify=True)
+    model = load(tmp_path / "mix")
+    for module in fp8:
+        values = StoredLayer.of(tensors[f"{module}.weight"], "fp8-channel").dequantize()
+        assert_bits(model.get_submodule(in_model(module)).weight.detach(), values, module)
+    assert len([module for module in model.modules() if isinstance(module, nn.Experts)]) == 2
+    assert not any(isinstance(module, nn.Linear) for module in model.modules())
+    assert torch.isfinite(logits(model)).all()
 
 
 # ---- W4A4 beside W4A16

@@ -173,7 +173,9 @@ class Plan:
         if all(one.layer for one in sets):
             raise CheckpointError(f"no weight would be NVFP4, of {len(infos)} tensors; must have some")
         modules = {matrix.module for one in sets for matrix in one.matrices}
-        _refuse_unused(options, modules, {name.removesuffix(".weight") for name in kept})
+        _refuse_unused(
+            options, modules, {name.removesuffix(".weight"): reason for name, reason in kept.items()}
+        )
         wanted = set(options.activation_amax)
         if wanted and wanted != modules:
             name = min(wanted ^ modules)
@@ -350,7 +352,7 @@ def _refuse_fp8_experts(module: str, options: Options) -> None:
         )
 
 
-def _refuse_unused(options: Options, quantized: Collection[str], kept: Collection[str]) -> None:
+def _refuse_unused(options: Options, quantized: Collection[str], kept: Mapping[str, str]) -> None:
     """Raise CheckpointError for a name of the option layers that has no effect on a module."""
     for choice, modules in (("bf16", {*quantized, *kept}), ("fp8-channel", set(quantized))):
         there: set[str] = set()
@@ -359,9 +361,14 @@ def _refuse_unused(options: Options, quantized: Collection[str], kept: Collectio
             there |= {".".join(parts[:end]) for end in range(1, len(parts) + 1)}
         for name, wanted in options.layers.items():
             if wanted == choice and name not in there:
-                what = "no module of the checkpoint" if name not in kept else "a module that stays in float"
-                some = next(iter(quantized))
-                raise CheckpointError(f"layers: got {choice!r} for {name}, which is {what}, such as {some}")
+                if name in kept:
+                    raise CheckpointError(
+                        f"layers: got {choice!r} for {name}, which stays in float: {kept[name]}"
+                    )
+                raise CheckpointError(
+                    f"layers: got {choice!r} for {name}, which is no module of the checkpoint, such as "
+                    f"{next(iter(quantized))}"
+                )
 
 
 def _stacks(infos: Mapping[str, TensorInfo], kept: dict[str, str]) -> dict[str, tuple[str, str]]:
