@@ -196,6 +196,9 @@ def test_a_checkpoint_of_chosen_formats(tmp_path: Path, format: Any) -> None:
     )
     assert report.loss < report.loss_of("nvfp4")
     assert report.loss_of("bf16") == 0
+    for choice in report.choices:
+        assert ("gained" in choice.why) == (choice.format != "nvfp4")
+        assert ("would gain" in choice.why) == (choice.next_gain is not None)
     text = str(report)
     assert text.splitlines()[0].split()[:4] == ["layer", "elements", "format", "bits"]
     assert "diagonal empirical Fisher" in text

@@ -71,11 +71,11 @@ class Choice:
 
     @property
     def why(self) -> str:
-        """The reason for the format, in words."""
+        """The reason for the format, in words; nats a token for each Mbit."""
+        taken = "" if self.gain is None else f"gained {self.gain:.3g} a Mbit; "
         if self.next_gain is None:
-            return "no format of the list loses less"
-        kept = f"the next step would gain {self.next_gain:.3g} a Mbit"
-        return kept if self.gain is None else f"gained {self.gain:.3g} a Mbit; {kept}"
+            return f"{taken}no format of the list loses less"
+        return f"{taken}the next step would gain {self.next_gain:.3g} a Mbit"
 
 
 @dataclass(frozen=True)
