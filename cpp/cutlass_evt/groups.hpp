@@ -17,7 +17,8 @@ enum class Ragged { kM, kK };
 /// same rows of D (m, n). The scales of A start at a multiple of 128 rows for each group.
 ///
 /// Ragged k: D[g] (m, n) is the product over the columns of group g in A (m, k) and B (n, k). The columns of
-/// a group start at a multiple of 64 and are padded with zeros to the next.
+/// a group start at a multiple of those of a scale tile (four blocks: 64 of NVFP4, 128 of MXFP8) and are
+/// padded with zeros to the next.
 template <class Op>
 struct GroupedArguments {
   Ragged ragged = Ragged::kM;
@@ -130,7 +131,6 @@ struct GroupTable {
 };
 
 constexpr int kPrepareThreads = 256;
-constexpr int kRaggedKStep = 64;  // groups of ragged k start at multiples of it: the columns of a scale tile
 
 /// Writes D[g] of the empty groups of ragged k, act(bias) + beta * C: the GEMM has no tile of them, since
 /// CUTLASS 4.2 cannot multiply a group of k = 0.
@@ -182,13 +182,15 @@ __global__ void __launch_bounds__(kPrepareThreads)
     return;
   }
   bool const is_ragged_m = args.ragged == Ragged::kM;
-  // Groups start at whole tiles of scales: 128 rows for ragged m, 64 columns for ragged k. Ends that are out
-  // of order or out of range are an error of the caller that is not reported. The clamps, and dropping groups
-  // for which there is no room, keep every access within the buffers.
-  int const step = is_ragged_m ? 128 : kRaggedKStep;
-  int const room = is_ragged_m ? args.scale_tiles : args.k / kRaggedKStep;
+  // Groups start at whole tiles of scales: 128 rows for ragged m, four blocks of columns for ragged k. Ends
+  // that are out of order or out of range are an error of the caller that is not reported. The clamps, and
+  // dropping groups for which there is no room, keep every access within the buffers.
+  constexpr int kBlock = Collectives::Operands::kBlock;
+  constexpr int kTileColumns = 4 * kBlock;
+  int const step = is_ragged_m ? 128 : kTileColumns;
+  int const room = is_ragged_m ? args.scale_tiles : args.k / kTileColumns;
   int const most = is_ragged_m ? args.m : INT32_MAX;
-  int64_t const words = (args.k / 16 + 3) / 4;  // words of 4 scales in a row
+  int64_t const words = (args.k / kBlock + 3) / 4;  // words of 4 scales in a row
   __shared__ int64_t warp_sums[kPrepareThreads / 32];
   int64_t carry = 0;
   for (int base = 0; base < args.num_groups; base += kPrepareThreads) {
@@ -221,8 +223,8 @@ __global__ void __launch_bounds__(kPrepareThreads)
       group.d_rows = begin;
     } else {
       group.m = size > 0 ? args.m : 0;  // empty groups have no tiles; fill_empty_groups writes their D
-      group.k = size > 0 ? tiles * kRaggedKStep : kRaggedKStep;
-      group.a_elems = start * kRaggedKStep;
+      group.k = size > 0 ? tiles * kTileColumns : kTileColumns;
+      group.a_elems = start * kTileColumns;
       group.b_elems = group.a_elems;
       group.scale_a_bytes = start * 512;
       group.scale_b_bytes = group.scale_a_bytes;

@@ -17,7 +17,8 @@ struct Rules {
   static constexpr int kGemmK = 32;         // k of a GEMM: a row of codes is a multiple of 16 bytes
   static constexpr int kGroupedK = 64;      // k of a GEMM that is ragged in k: a multiple of a tile of scales
   static constexpr int kMxfp8K = 32;        // k of an MXFP8 tensor
-  static constexpr int kFp8K = 64;          // k of FP8 tokens, which are reordered within 64 elements
+  static constexpr int kGroupedMxfp8K = 128;   // kGroupedK of MXFP8 operands
+  static constexpr int kFp8K = 64;             // k of FP8 tokens, which are reordered within 64 elements
   static constexpr int64_t kMaxNormK = 65536;  // a CTA keeps a normalised row in registers
   static constexpr int kWorkspaceBytes = 256;  // alignment of a workspace
   static constexpr int64_t kMaxSize = INT32_MAX;

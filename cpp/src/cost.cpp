@@ -17,6 +17,9 @@ constexpr double kInfinity = std::numeric_limits<double>::infinity();
 // Bytes for each element of an operand: what the formats have, and what a conversion reads and writes.
 constexpr double kNvfp4Bytes = 0.5625;  // a code and its part of a block scale
 constexpr double kFp16Bytes = 2;
+// Elements of MXFP8 are about twice as long as those of NVFP4, to which the figures of a policy with FP4
+// tensor cores belong, and an SM multiplies half as many in a clock.
+constexpr double kMxfp8Share = 2;
 constexpr double kDecodeBytes = kNvfp4Bytes + kFp16Bytes;
 constexpr double kPrepackBytes = 2 * kNvfp4Bytes;
 
@@ -37,13 +40,14 @@ double most_groups_with_tokens(Selection const& wanted) {
 
 // ---- device memory ----
 
-/// The least time in which the SMs read the NVFP4 or prepacked weights of a problem once.
+/// The least time in which the SMs read the weights of a problem once.
 double weight_clocks(Policy const& policy, int num_sms, Selection const& wanted) {
   if (policy.weight_bytes_per_clock == 0) {
     return 0;
   }
   return most_groups_with_tokens(wanted) * static_cast<double>(wanted.n) * static_cast<double>(wanted.k) *
-         kNvfp4Bytes / (policy.weight_bytes_per_clock * num_sms);
+         kNvfp4Bytes * (wanted.format_b == FP4GEMM_FORMAT_MXFP8 ? kMxfp8Share : 1) /
+         (policy.weight_bytes_per_clock * num_sms);
 }
 
 /// The time of work that overlaps with reading the weights, except for the part `exposed`. Among kernels that
@@ -91,8 +95,8 @@ Orientation oriented(fp4gemm_kernel_info_t const& kernel, int64_t m, int64_t n) 
 }
 
 /// The time of the tiles without the bound of device memory. All groups are assumed to be equal.
-double tile_clocks(TilePolicy const& policy, fp4gemm_kernel_info_t const& kernel, int num_sms,
-                   Selection const& wanted) {
+double tile_clocks(TilePolicy const& policy, Kernel const& row, int num_sms, Selection const& wanted) {
+  fp4gemm_kernel_info_t const& kernel = row.info;
   int64_t const groups = std::max(1, wanted.num_groups);
   bool const ragged_k = is_ragged_k(wanted);
   int64_t const m = ragged_k ? wanted.m : ceil_div(wanted.m, groups);  // of one group
@@ -117,7 +121,8 @@ double tile_clocks(TilePolicy const& policy, fp4gemm_kernel_info_t const& kernel
   double const macs = rows * size.tile_n;
   double const bytes =
       (rows / size.cluster_n + static_cast<double>(size.tile_n) / sharing) * policy.bytes_per_element;
-  double const clocks_per_k = std::max(macs / policy.macs_per_clock, bytes / policy.bytes_per_clock);
+  double const clocks_per_k = std::max(macs / policy.macs_per_clock, bytes / policy.bytes_per_clock) *
+                              (row.operands == Operands::kMxfp8 ? kMxfp8Share : 1);
   return waves * (k * clocks_per_k + policy.clocks_per_tile);
 }
 
@@ -285,7 +290,7 @@ double estimate_clocks(Policy const& policy, Kernel const& kernel, int num_sms, 
   if (kernel.operands == Operands::kNvfp4 && !policy.has_fp4) {
     return packed_clocks(policy, kernel.info, num_sms, wanted);
   }
-  double const work = tile_clocks(policy.tiles, kernel.info, num_sms, wanted);
+  double const work = tile_clocks(policy.tiles, kernel, num_sms, wanted);
   return overlapped(work, weight_clocks(policy, num_sms, wanted), policy.tiles.exposed) +
          conversion_clocks(policy.conversions, kernel.operands, num_sms, wanted);
 }

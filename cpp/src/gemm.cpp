@@ -18,8 +18,8 @@ size_t decoded_bytes(int64_t rows, int64_t k) {
 
 // ---- the plan ----
 
-constexpr char const* kFormatNames[] = {"nvfp4", "fp16", "bf16",         "prepacked",
-                                        "fp32",  "e4m3", "prepacked_fp8"};
+constexpr char const* kFormatNames[] = {"nvfp4", "fp16", "bf16",          "prepacked",
+                                        "fp32",  "e4m3", "prepacked_fp8", "mxfp8"};
 
 /// The operand that is not NVFP4, for messages.
 fp4gemm_operand_t const& special_operand(GemmArgs const& args) {
@@ -128,6 +128,29 @@ int64_t num_amaxes(GemmArgs const& args) {
   return args.quantize_a == FP4GEMM_QUANTIZE_A_TENSOR && !is_grouped(args) ? 1 : args.m;
 }
 
+/// The factors of the rows of an MXFP8 operand that is decoded: those of `given` times the powers of two by
+/// which the rows were decoded. `rows` are those of one matrix, of which there are `matrices`. Where `given`
+/// differs between groups that are ragged in k, so does the result.
+struct DecodedFactors {
+  int64_t rows;
+  int64_t matrices;
+  cutlass_evt::EpilogueVector given;
+  int num_given;
+
+  DecodedFactors(GemmArgs const& args, bool of_a)
+      : rows(of_a ? args.m : args.n),
+        matrices(of_a ? 1 : num_b(args)),
+        given(of_a ? epilogue_of(args).per_row[cutlass_evt::kAlphaRow]
+                   : epilogue_of(args).per_column[cutlass_evt::kAlphaCol]),
+        num_given(is_ragged_k(args) && given.data != nullptr && given.group_stride > 0 ? args.num_groups
+                                                                                       : 1) {}
+
+  int64_t size() const { return num_given * matrices * rows; }
+  cutlass_evt::EpilogueVector in(float const* factors) const {
+    return {factors, num_given > 1 || matrices > 1 ? rows : 0, true};
+  }
+};
+
 /// The problem that the kernel solves; operands that are converted first are in the workspace.
 Problem problem_of(GemmArgs const& args, GemmPlan const& plan, char* workspace, int device) {
   Problem problem;
@@ -152,6 +175,17 @@ Problem problem_of(GemmArgs const& args, GemmPlan const& plan, char* workspace, 
   problem.b = plan.decode_b || plan.prepack_b ? workspace + plan.b_offset : args.b.data;
   problem.b_is_fresh = b_is_fresh(args.b_is_constant != 0, plan.decode_b || plan.prepack_b);
   problem.scale_b = args.b.scales;
+  if (plan.decode_mxfp8) {
+    auto const at = [&](size_t offset) { return reinterpret_cast<float const*>(workspace + offset); };
+    problem.a = workspace;
+    problem.b = workspace + plan.b_offset;
+    problem.scale_a = problem.scale_b = nullptr;
+    problem.b_is_fresh = true;
+    problem.epilogue.per_row[cutlass_evt::kAlphaRow] =
+        DecodedFactors(args, true).in(at(plan.row_factors_offset));
+    problem.epilogue.per_column[cutlass_evt::kAlphaCol] =
+        DecodedFactors(args, false).in(at(plan.column_factors_offset));
+  }
   problem.batch_invariant = args.batch_invariant != 0;
   problem.device = device;
   problem.num_sms = plan.device.num_sms;
@@ -174,6 +208,7 @@ void plan_a(GemmArgs const& args, int device, GemmPlan* plan) {
       (args.quantize_a != FP4GEMM_QUANTIZE_A_ROW || args.a_rows != nullptr || !is_default(plan->cast) ||
        !kernel_quantizes_a(*plan->kernel, problem_of(args, *plan, nullptr, device)));
   plan->decode_a = args.a.format == FP4GEMM_FORMAT_NVFP4 && plan->kernel->operands != Operands::kNvfp4;
+  plan->decode_mxfp8 = args.a.format == FP4GEMM_FORMAT_MXFP8 && plan->kernel->operands != Operands::kMxfp8;
   size_t bytes = 0;
   auto const take = [&](int64_t more) {
     bytes += static_cast<size_t>(round_up(more, Rules::kWorkspaceBytes));
@@ -181,6 +216,13 @@ void plan_a(GemmArgs const& args, int device, GemmPlan* plan) {
   };
   bool const codes = plan->quantize_a && plan->format_a == FP4GEMM_FORMAT_NVFP4;
   bool const fp8 = plan->quantize_a && plan->format_a == FP4GEMM_FORMAT_E4M3;
+  if (plan->decode_mxfp8) {
+    take(args.m * args.k * 2);
+    plan->row_factors_offset = bytes;
+    take(DecodedFactors(args, true).size() * static_cast<int64_t>(sizeof(float)));
+    plan->column_factors_offset = bytes;
+    take(DecodedFactors(args, false).size() * static_cast<int64_t>(sizeof(float)));
+  }
   if (plan->decode_a || plan->quantize_a) {
     plan->scale_a_offset = take(args.m * args.k * 2 / (codes ? 4 : fp8 ? 2 : 1));
   }
@@ -251,7 +293,7 @@ fp4gemm_status_t plan_gemm(GemmArgs const& args, int device, GemmPlan* plan) {
   plan->decode_b = quantized_b && operands == Operands::kFp16;
   plan->prepack_b = quantized_b && is_prepacked(operands);
   plan->kernel_offset = plan->b_offset;
-  if (plan->decode_b) {
+  if (plan->decode_b || plan->decode_mxfp8) {
     plan->kernel_offset += decoded_bytes(num_b(args) * args.n, args.k);
   } else if (plan->prepack_b) {
     int64_t const bytes = order_of(operands).bytes(args.n, args.k);
@@ -295,12 +337,42 @@ fp4gemm_status_t quantize_a(GemmArgs const& args, GemmPlan const& plan, char* wo
   return launch_quantize(quantize, plan.device, stream);
 }
 
+/// Decodes both operands, which are MXFP8, into the workspace, with the factors of their rows.
+fp4gemm_status_t decode_mxfp8(GemmArgs const& args, GemmPlan const& plan, char* workspace,
+                              fp4gemm_stream_t stream) {
+  auto const job_of = [&](bool of_a) {
+    fp4gemm_operand_t const& operand = of_a ? args.a : args.b;
+    DecodedFactors const factors(args, of_a);
+    Mxfp8DecodeJob job;
+    job.rows = factors.matrices * factors.rows;
+    job.k = args.k;
+    job.values = static_cast<uint8_t const*>(operand.data);
+    job.scales = static_cast<uint8_t const*>(operand.scales);
+    job.y = workspace + (of_a ? 0 : plan.b_offset);
+    job.rows_per_matrix = factors.rows;
+    if (of_a && is_ragged_m(args)) {
+      job.offs = args.offs;
+      job.num_groups = args.num_groups;
+    }
+    job.given = factors.given;
+    job.num_given = factors.num_given;
+    job.factors =
+        reinterpret_cast<float*>(workspace + (of_a ? plan.row_factors_offset : plan.column_factors_offset));
+    return job;
+  };
+  FP4GEMM_TRY(launch_mxfp8_decode(job_of(true), stream));
+  return launch_mxfp8_decode(job_of(false), stream);
+}
+
 /// Launches what comes before the kernel, into the workspace: the quantizer of A, one decoder for both
 /// operands, and the prepacking of B, each only if the plan has it.
 fp4gemm_status_t convert_operands(GemmArgs const& args, GemmPlan const& plan, char* workspace,
                                   fp4gemm_stream_t stream) {
   if (plan.quantize_a) {
     FP4GEMM_TRY(quantize_a(args, plan, workspace, stream));
+  }
+  if (plan.decode_mxfp8) {
+    return decode_mxfp8(args, plan, workspace, stream);
   }
   DecodeJob a, b;
   if (plan.decode_a) {

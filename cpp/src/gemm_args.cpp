@@ -49,9 +49,29 @@ fp4gemm_status_t check_fp8(GemmArgs const& args) {
   return check_flag("use_fast_accum", args.use_fast_accum);
 }
 
+/// MXFP8 operands multiply each other and nothing else.
+fp4gemm_status_t check_mxfp8(GemmArgs const& args) {
+  fp4gemm_format_t const b = args.b.format;
+  FP4GEMM_CHECK(!quantizes_a(args), "quantize_a: is %d, must be FP4GEMM_QUANTIZE_A_NONE with b in mxfp8",
+                static_cast<int>(args.quantize_a));
+  FP4GEMM_CHECK(b == FP4GEMM_FORMAT_MXFP8, "b: format is %d, must be FP4GEMM_FORMAT_MXFP8 as of a",
+                static_cast<int>(b));
+  FP4GEMM_CHECK(args.a.format == FP4GEMM_FORMAT_MXFP8,
+                "a: format is %d, must be FP4GEMM_FORMAT_MXFP8 as of b", static_cast<int>(args.a.format));
+  FP4GEMM_CHECK(args.use_fast_accum == 0, "use_fast_accum: is %d, must be 0 unless a is e4m3",
+                args.use_fast_accum);
+  FP4GEMM_CHECK(!is_ragged_k(args) || args.k % Rules::kGroupedMxfp8K == 0,
+                "k: is %lld, must be a multiple of %d for groups of mxfp8 that are ragged in k", ll(args.k),
+                Rules::kGroupedMxfp8K);
+  return FP4GEMM_SUCCESS;
+}
+
 fp4gemm_status_t check_formats(GemmArgs const& args) {
   fp4gemm_format_t const a = args.a.format;
   fp4gemm_format_t const b = args.b.format;
+  if (a == FP4GEMM_FORMAT_MXFP8 || b == FP4GEMM_FORMAT_MXFP8) {
+    return check_mxfp8(args);
+  }
   FP4GEMM_TRY(check_format_of_a(args));
   FP4GEMM_CHECK(b == FP4GEMM_FORMAT_NVFP4 || b == FP4GEMM_FORMAT_FP16 || b == FP4GEMM_FORMAT_PREPACKED ||
                     b == FP4GEMM_FORMAT_PREPACKED_FP8,
@@ -125,11 +145,13 @@ fp4gemm_status_t check_elements(char const* name, int64_t matrices, int64_t rows
 fp4gemm_status_t check_operand(char const* name, char const* scale_name, fp4gemm_operand_t const& operand,
                                int64_t elems) {
   FP4GEMM_TRY(check_buffer(name, operand.data, elems));
-  if (operand.format == FP4GEMM_FORMAT_NVFP4) {
-    return check_buffer(scale_name, operand.scales, elems / 16);
+  if (operand.format == FP4GEMM_FORMAT_NVFP4 || operand.format == FP4GEMM_FORMAT_MXFP8) {
+    return check_buffer(scale_name, operand.scales,
+                        elems / (operand.format == FP4GEMM_FORMAT_NVFP4 ? 16 : 32));
   }
-  FP4GEMM_CHECK(operand.scales == nullptr, "%s: is %p, must be null for an operand that is not nvfp4",
-                scale_name, operand.scales);
+  FP4GEMM_CHECK(operand.scales == nullptr,
+                "%s: is %p, must be null for an operand that is not nvfp4 or mxfp8", scale_name,
+                operand.scales);
   return FP4GEMM_SUCCESS;
 }
 

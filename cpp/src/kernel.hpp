@@ -16,7 +16,7 @@ struct Problem {
   int num_groups = 0;
   int32_t const* offs = nullptr;
   void const* a = nullptr;
-  void const* scale_a = nullptr;  // null unless nvfp4
+  void const* scale_a = nullptr;  // null unless nvfp4 or mxfp8
   void const* b = nullptr;
   void const* scale_b = nullptr;
   bool b_is_fresh = true;  // the launch right before this one on the stream may have written b
@@ -38,7 +38,8 @@ constexpr bool b_is_fresh(bool b_is_constant, bool is_converted) { return is_con
 /// The formats that a kernel reads. Operands in some other formats are converted, in the workspace.
 enum class Operands {
   kNvfp4,          // both NVFP4
-  kFp16,           // both fp16; NVFP4 operands are decoded first
+  kMxfp8,          // both MXFP8
+  kFp16,           // both fp16; NVFP4 and MXFP8 operands are decoded first
   kPrepacked,      // A as for kFp16; B prepacked; an NVFP4 B is prepacked first
   kPrepackedBf16,  // A bf16; B as for kPrepacked
   kPrepackedFp8,   // A e4m3; B prepacked for FP8; an NVFP4 B is prepacked first
@@ -51,7 +52,10 @@ constexpr bool accepts(Operands operands, fp4gemm_format_t a, fp4gemm_format_t b
   bool const prepackable_fp8 = b == FP4GEMM_FORMAT_NVFP4 || b == FP4GEMM_FORMAT_PREPACKED_FP8;
   switch (operands) {
     case Operands::kNvfp4: return a == FP4GEMM_FORMAT_NVFP4 && b == FP4GEMM_FORMAT_NVFP4;
-    case Operands::kFp16: return nvfp4_or_fp16 && (b == FP4GEMM_FORMAT_NVFP4 || b == FP4GEMM_FORMAT_FP16);
+    case Operands::kMxfp8: return a == FP4GEMM_FORMAT_MXFP8 && b == FP4GEMM_FORMAT_MXFP8;
+    case Operands::kFp16:
+      return (nvfp4_or_fp16 && (b == FP4GEMM_FORMAT_NVFP4 || b == FP4GEMM_FORMAT_FP16)) ||
+             (a == FP4GEMM_FORMAT_MXFP8 && b == FP4GEMM_FORMAT_MXFP8);
     case Operands::kPrepacked: return nvfp4_or_fp16 && prepackable;
     case Operands::kPrepackedBf16: return a == FP4GEMM_FORMAT_BF16 && prepackable;
     case Operands::kPrepackedFp8: return a == FP4GEMM_FORMAT_E4M3 && prepackable_fp8;

@@ -6,12 +6,20 @@
 #include <atomic>
 
 #include "cutlass_evt/gemm.hpp"
+#include "cutlass_evt/operands/mxfp8.hpp"
+#include "cutlass_evt/operands/nvfp4.hpp"
 #include "error.hpp"
 #include "kernel_activation.hpp"
 #include "kernel_row.hpp"
 #include "launch.hpp"
 
 namespace fp4gemm {
+
+/// The Operands of a format of cutlass_evt/operands/.
+template <class Format>
+constexpr Operands kOperandsOf = Operands::kNvfp4;
+template <>
+constexpr Operands kOperandsOf<cutlass_evt::Mxfp8> = Operands::kMxfp8;
 
 /// Mode I of a static shape.
 template <int I, class Shape>
@@ -159,10 +167,19 @@ struct KernelRow {
 
   using Tile = typename K::Tile;
   using Cluster = typename K::Cluster;
-  static constexpr KernelTraits kTraits{
-      K::Arch::kArch,    K::kGrouped,         Op::kSwapped,     Op::kGated,       kAlongM<Tile>,
-      kAlongN<Tile>,     kSize<2, Tile>,      kAlongM<Cluster>, kAlongN<Cluster>, Op::kName,
-      OutType<Out>::kId, OutType<Out>::kName, Operands::kNvfp4};
+  static constexpr KernelTraits kTraits{K::Arch::kArch,
+                                        K::kGrouped,
+                                        Op::kSwapped,
+                                        Op::kGated,
+                                        kAlongM<Tile>,
+                                        kAlongN<Tile>,
+                                        kSize<2, Tile>,
+                                        kAlongM<Cluster>,
+                                        kAlongN<Cluster>,
+                                        Op::kName,
+                                        OutType<Out>::kId,
+                                        OutType<Out>::kName,
+                                        kOperandsOf<typename K::Arch::Format>};
   static constexpr NameBuilder kName = kTraits.name();
 
   static size_t workspace_bytes(Problem const& p) { return Impl::workspace_bytes(p); }

@@ -8,7 +8,7 @@
 
 namespace fp4gemm_torch {
 
-/// Whether tokens are e4m3 values; block scales, which have the same type, are no tokens.
+/// Whether the values of an operand are e4m3: FP8 tokens, or those of MXFP8, which have scales.
 inline bool is_fp8(Tensor const& tokens) { return tokens.scalar_type() == ScalarType::Float8_e4m3fn; }
 
 /// The type of prepacked bytes tells their order: Char for FP8 tokens, Byte for all others.
@@ -37,10 +37,16 @@ inline void check_fast_accum(bool use_fast_accum, bool fp8) {
   STD_TORCH_CHECK(!use_fast_accum || fp8, "use_fast_accum: is True, must be False unless the tokens are FP8");
 }
 
-/// Codes with scales of scale_rows rows, before padding; of a stack of `matrices` matrices unless that is 0.
+/// Codes or e4m3 values with scales of scale_rows rows, before padding; of a stack of `matrices` matrices
+/// unless that is 0.
 inline fp4gemm_operand_t packed_operand(char const* name, char const* scale_name, Tensor const& codes,
                                         Tensor const& scales, int64_t matrices, int64_t scale_rows, int64_t k,
                                         int32_t device) {
+  if (is_fp8(codes)) {
+    check_contiguous(name, codes, ScalarType::Float8_e4m3fn, device);
+    check_stacked_scales(scale_name, scales, matrices, scale_rows, k, device, ScalarType::Float8_e8m0fnu);
+    return {codes.const_data_ptr(), scales.const_data_ptr(), FP4GEMM_FORMAT_MXFP8};
+  }
   check_contiguous(name, codes, ScalarType::Byte, device);
   check_stacked_scales(scale_name, scales, matrices, scale_rows, k, device);
   return {codes.const_data_ptr(), scales.const_data_ptr(), FP4GEMM_FORMAT_NVFP4};

@@ -27,12 +27,12 @@ struct OperandShape {
   int64_t matrices, rows, k;
 };
 
-/// The shape of an operand. Codes, which have scales, hold two elements in a byte.
+/// The shape of an operand. Codes, which have scales and are bytes, hold two elements in each.
 OperandShape operand_shape(char const* name, Tensor const& data, std::optional<Tensor> const& scales) {
   int64_t const dims = data.dim();
   STD_TORCH_CHECK(dims == 2 || dims == 3, name, ": has ", dims, " dimensions, must have 2, or 3 for experts");
   return {dims == 3 ? data.size(0) : 1, data.size(dims - 2),
-          data.size(dims - 1) * (scales.has_value() ? 2 : 1)};
+          data.size(dims - 1) * (scales.has_value() && !is_fp8(data) ? 2 : 1)};
 }
 
 /// The shape of B. Prepacked bytes have no shape of their own: b_rows are the rows, and k is that of A.
@@ -49,7 +49,7 @@ OperandShape shape_of_b(Tensor const& b, std::optional<Tensor> const& scale_b, i
 }
 
 /// An operand with scales (scale_rows rows for each matrix, before padding), or one that was decoded before
-/// or, as A, never quantized or quantized to e4m3.
+/// or, as A, never quantized or quantized to e4m3 without block scales.
 fp4gemm_operand_t operand_of(char const* name, char const* scale_name, Tensor const& data,
                              std::optional<Tensor> const& scales, OperandShape const& shape,
                              int64_t scale_rows, int32_t device) {
@@ -102,7 +102,7 @@ struct Call {
     STD_TORCH_CHECK(b_rows >= 0 && b_rows <= INT32_MAX, "b_rows: is ", b_rows, ", must be between 0 and ",
                     INT32_MAX);
     check_dims("a", a, 2);
-    check_fast_accum(use_fast_accum, is_fp8(a));
+    check_fast_accum(use_fast_accum, is_fp8(a) && !scale_a.has_value());
     if (is_grouped()) {
       check_dims("offs", *offs, 1);
       check_contiguous("offs", *offs, ScalarType::Int, device());

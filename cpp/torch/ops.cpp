@@ -49,8 +49,12 @@ STABLE_TORCH_LIBRARY(fp4gemm, m) {
   m.def("decode(Tensor codes, Tensor scales) -> Tensor");
   m.def("prepack(Tensor codes, Tensor scales, bool fp8=False) -> Tensor");
   m.def("unprepack(Tensor packed, int n, int k) -> (Tensor, Tensor)");
-  m.def("mxfp8_quantize(Tensor x, int axis, ScalarType dtype, bool swizzled) -> (Tensor, Tensor)");
-  m.def("mxfp8_dequantize(Tensor values, Tensor scales, ScalarType dtype, bool swizzled) -> Tensor");
+  m.def(
+      "mxfp8_quantize(Tensor x, int axis, ScalarType dtype, bool swizzled, Tensor? offs=None) -> (Tensor, "
+      "Tensor)");
+  m.def(
+      "mxfp8_dequantize(Tensor values, Tensor scales, ScalarType dtype, bool swizzled, Tensor? offs=None) -> "
+      "Tensor");
   m.def("route(Tensor topk_ids, int num_experts) -> (Tensor, Tensor, Tensor)");
   m.def("combine(Tensor y, Tensor row_of_pair, Tensor topk_weights, ScalarType? out_dtype=None) -> Tensor");
   m.def("zero_outside_groups(Tensor(d!) x, Tensor offs) -> ()");

@@ -218,7 +218,8 @@ Tensor dequantize(Tensor const& codes, Tensor const& scales, Tensor const& amax,
   return y;
 }
 
-std::tuple<Tensor, Tensor> mxfp8_quantize(Tensor const& x, int64_t axis, ScalarType dtype, bool swizzled) {
+std::tuple<Tensor, Tensor> mxfp8_quantize(Tensor const& x, int64_t axis, ScalarType dtype, bool swizzled,
+                                          std::optional<Tensor> offs) {
   int32_t const device = x.get_device_index();
   fp4gemm_mxfp8_args_t args = FP4GEMM_MXFP8_ARGS_INIT;
   set_input(args, x, 32);
@@ -227,12 +228,15 @@ std::tuple<Tensor, Tensor> mxfp8_quantize(Tensor const& x, int64_t axis, ScalarT
   STD_TORCH_CHECK(axis == -1 || axis == 0, "axis: is ", axis, ", must be -1 or 0");
   args.is_transposed = axis == 0 ? 1 : 0;
   args.scales_are_compact = swizzled ? 0 : 1;
+  set_groups(args, offs, device);
   int64_t const rows = axis == 0 ? args.k : args.m;
-  int64_t const columns = axis == 0 ? args.m : args.k;
-  STD_TORCH_CHECK(columns > 0 && columns % 32 == 0, "x: m is ", args.m,
+  int64_t const rows_in_groups =
+      offs.has_value() ? fp4gemm_grouped_scale_rows(args.m, args.num_groups) : args.m;
+  int64_t const columns = axis == 0 ? rows_in_groups : args.k;
+  STD_TORCH_CHECK(offs.has_value() || (columns > 0 && columns % 32 == 0), "x: m is ", args.m,
                   ", must be a positive multiple of 32 for axis 0");
   Tensor values = empty(rows, columns, dtype, device);
-  Shape const shape = scale_shape(rows, columns / 32, swizzled);
+  Shape const shape = scale_shape(rows, columns / 32, swizzled, axis == 0 ? 0 : args.num_groups);
   Tensor scales = empty(shape.rows, shape.columns, ScalarType::Float8_e8m0fnu, device);
   args.values = static_cast<uint8_t*>(values.mutable_data_ptr());
   args.scales = static_cast<uint8_t*>(scales.mutable_data_ptr());
@@ -240,7 +244,8 @@ std::tuple<Tensor, Tensor> mxfp8_quantize(Tensor const& x, int64_t axis, ScalarT
   return {values, scales};
 }
 
-Tensor mxfp8_dequantize(Tensor const& values, Tensor const& scales, ScalarType dtype, bool swizzled) {
+Tensor mxfp8_dequantize(Tensor const& values, Tensor const& scales, ScalarType dtype, bool swizzled,
+                        std::optional<Tensor> offs) {
   int32_t const device = values.get_device_index();
   fp4gemm_mxfp8_args_t args = FP4GEMM_MXFP8_ARGS_INIT;
   args.fp8 = fp8_of("values", values.scalar_type());
@@ -248,7 +253,8 @@ Tensor mxfp8_dequantize(Tensor const& values, Tensor const& scales, ScalarType d
   args.m = values.size(0);
   args.k = values.size(1);
   check_matrix("scales", scales, ScalarType::Float8_e8m0fnu, device);
-  Shape const wanted = scale_shape(args.m, args.k / 32, swizzled);
+  set_groups(args, offs, device);
+  Shape const wanted = scale_shape(args.m, args.k / 32, swizzled, args.num_groups);
   check_shape("scales", scales, wanted.rows, wanted.columns);
   args.dtype = dtype_of("dtype", dtype);
   args.scales_are_compact = swizzled ? 0 : 1;

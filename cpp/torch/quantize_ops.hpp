@@ -71,9 +71,11 @@ std::tuple<Tensor, Tensor, Tensor> rms_norm_quantize_fp8(Tensor const& x, std::o
 Tensor dequantize(Tensor const& codes, Tensor const& scales, Tensor const& amax, int64_t e4m3_max,
                   ScalarType dtype, bool swizzled, std::optional<Tensor> offs);
 
-std::tuple<Tensor, Tensor> mxfp8_quantize(Tensor const& x, int64_t axis, ScalarType dtype, bool swizzled);
+std::tuple<Tensor, Tensor> mxfp8_quantize(Tensor const& x, int64_t axis, ScalarType dtype, bool swizzled,
+                                          std::optional<Tensor> offs);
 
-Tensor mxfp8_dequantize(Tensor const& values, Tensor const& scales, ScalarType dtype, bool swizzled);
+Tensor mxfp8_dequantize(Tensor const& values, Tensor const& scales, ScalarType dtype, bool swizzled,
+                        std::optional<Tensor> offs);
 
 Tensor decode(Tensor const& codes, Tensor const& scales);
 

@@ -99,15 +99,16 @@ inline void check_shape(char const* name, Tensor const& tensor, int64_t rows, in
 }
 
 /// The swizzled scales of one matrix (matrices 0) or of a stack of matrices, of scale_rows rows each before
-/// padding.
+/// padding. `type` is that of NVFP4's scales, or e8m0, that of MXFP8's.
 inline void check_stacked_scales(char const* name, Tensor const& scales, int64_t matrices, int64_t scale_rows,
-                                 int64_t k, int32_t device) {
+                                 int64_t k, int32_t device, ScalarType type = ScalarType::Float8_e4m3fn) {
   int64_t const lead = matrices > 0 ? 1 : 0;
   int64_t rows = 0;
   int64_t cols = 0;
-  fp4gemm_padded_scale_shape(scale_rows, k, &rows, &cols);
+  // A row of e8m0 scales has one for each 32 of k, half as many as one of NVFP4.
+  fp4gemm_padded_scale_shape(scale_rows, type == ScalarType::Float8_e8m0fnu ? k / 2 : k, &rows, &cols);
   check_dims(name, scales, 2 + lead);
-  check_contiguous(name, scales, ScalarType::Float8_e4m3fn, device);
+  check_contiguous(name, scales, type, device);
   STD_TORCH_CHECK(matrices == 0 || scales.size(0) == matrices, name, ": has ", scales.size(0),
                   " matrices, must have ", matrices);
   STD_TORCH_CHECK(scales.size(lead) == rows && scales.size(lead + 1) == cols, name, ": shape is (",

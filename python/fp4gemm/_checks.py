@@ -18,9 +18,11 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-BLOCK = 16  # elements along k that share one e4m3 scale
-GROUP_COLUMNS = 4 * BLOCK  # groups along k begin at multiples of it, which are whole tiles of scales
-MXFP8_BLOCK = 32  # elements along k that share one e8m0 scale
+from ._formats import MXFP8, NVFP4, BlockFormat
+
+BLOCK = NVFP4.block  # elements along k that share one e4m3 scale
+GROUP_COLUMNS = NVFP4.group_columns  # groups along k of NVFP4 begin at multiples of it
+MXFP8_BLOCK = MXFP8.block  # elements along k that share one e8m0 scale
 FP8_STEP = 64  # elements along k within which FP8 tokens are reordered
 K_STEP_MM = 32  # TMA needs rows that are a multiple of 16 bytes, and a row has k/2 bytes of packed codes
 ALIGN_BYTES = 16
@@ -30,8 +32,8 @@ HALF_DTYPES = (torch.bfloat16, torch.float16)
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 FLOAT32_MAX = 3.4028234663852886e38
 CPU_KERNEL = "cpu_reference"
-CODE_DTYPES = (torch.uint8, torch.float4_e2m1fn_x2)
-SCALE_DTYPES = (torch.float8_e4m3fn, torch.uint8)
+CODE_DTYPES = NVFP4.data_dtypes
+SCALE_DTYPES = NVFP4.scale_dtypes
 PREPACKED_DTYPES = (torch.uint8, torch.int8)  # of prepacked bytes; is_for_fp8 says which is which
 _WITH_MEMORY = (Tensor, torch.nn.Parameter)
 _INT32 = torch.iinfo(torch.int32)
@@ -315,20 +317,20 @@ def as_codes(x: Tensor) -> Tensor:
     return x.view(torch.uint8) if x.dtype is torch.float4_e2m1fn_x2 else x
 
 
-def as_scales(x: Tensor) -> Tensor:
-    """Return block scales as float8_e4m3fn; uint8, which holds the same bytes, is viewed."""
-    return x.view(torch.float8_e4m3fn) if x.dtype is torch.uint8 else x
+def as_scales(x: Tensor, form: BlockFormat = NVFP4) -> Tensor:
+    """Return block scales in the dtype of their format; uint8, which holds the same bytes, is viewed."""
+    return x.view(form.scale_dtypes[0]) if x.dtype is torch.uint8 else x
 
 
-def codes(name: str, value: object) -> Tensor:
-    """Check packed codes (m, k/2) and return them as uint8.
+def codes(name: str, value: object, form: BlockFormat = NVFP4) -> Tensor:
+    """Check packed codes (m, k/2) and return them as uint8, or check the data of another format.
 
-    They must be uint8 or float4_e2m1fn_x2, contiguous and 16-byte aligned, and k a multiple of 16.
+    They must be uint8 or float4_e2m1fn_x2, contiguous and 16-byte aligned, and k a multiple of 16, a block.
     """
     x = is_tensor(name, value)
-    has_dtype(name, x, CODE_DTYPES)
-    has_rank(name, x, 2, "(m, k/2)")
-    is_multiple(name, "k", 2 * x.shape[1], BLOCK)
+    has_dtype(name, x, form.data_dtypes)
+    has_rank(name, x, 2, form.data_text)
+    is_multiple(name, "k", form.k_of(x), form.block)
     is_contiguous(name, x)
     is_aligned(name, x)
     return as_codes(x)
@@ -398,22 +400,29 @@ def fast_accum(value: object, fp8: bool) -> None:
 
 
 def scales(
-    name: str, value: object, m: int, k: int, device: torch.device, other: str, group_rows: int | None = None
+    name: str,
+    value: object,
+    m: int,
+    k: int,
+    device: torch.device,
+    other: str,
+    group_rows: int | None = None,
+    form: BlockFormat = NVFP4,
 ) -> Tensor:
-    """Check the swizzled block scales of an (m, k) operand and return them as float8_e4m3fn.
+    """Check the swizzled block scales of an (m, k) operand and return them in the dtype of the format.
 
-    They must be (ceil128(m), ceil4(k/16)), or have ``group_rows`` rows if the rows of the operand are in
+    They must be (ceil128(m), ceil4(k/block)), or have ``group_rows`` rows if the rows of the operand are in
     groups, and be contiguous and 16-byte aligned.
     """
     x = is_tensor(name, value)
-    has_dtype(name, x, SCALE_DTYPES)
-    rows, columns = padded_scale_shape(m, k)
+    has_dtype(name, x, form.scale_dtypes)
+    rows, columns = form.scale_shape(m, k)
     shape, kind = ((rows, columns), "") if group_rows is None else ((group_rows, columns), "grouped ")
     has_shape(name, x, shape, f", the {kind}swizzled shape for {other} of (m, k) = ({m}, {k})")
     same_device(name, x, device, other)
     is_contiguous(name, x)
     is_aligned(name, x)
-    return as_scales(x)
+    return as_scales(x, form)
 
 
 def vector(name: str, value: object, length: int, device: torch.device, other: str) -> Tensor:
@@ -471,34 +480,43 @@ def quantize_input(
     return x
 
 
-def packed_operand(codes_name: str, x: object, scales_name: str, scale: object) -> tuple[Tensor, Tensor]:
-    """Check and return packed codes (m, k/2) and their swizzled scales."""
-    packed = codes(codes_name, x)
-    m, half_k = packed.shape
-    return packed, scales(scales_name, scale, m, 2 * half_k, packed.device, codes_name)
+def packed_operand(
+    codes_name: str, x: object, scales_name: str, scale: object, form: BlockFormat = NVFP4
+) -> tuple[Tensor, Tensor]:
+    """Check and return packed codes (m, k/2), or the data of another format, and their swizzled scales."""
+    packed = codes(codes_name, x, form)
+    m, k = packed.shape[0], form.k_of(packed)
+    return packed, scales(scales_name, scale, m, k, packed.device, codes_name, form=form)
 
 
 def stack_scales(
-    name: str, value: object, g: int, n: int, k: int, device: torch.device, other: str
+    name: str,
+    value: object,
+    g: int,
+    n: int,
+    k: int,
+    device: torch.device,
+    other: str,
+    form: BlockFormat = NVFP4,
 ) -> Tensor:
-    """Swizzled scales (g, ceil128(n), ceil4(k/16)) of a stack, as float8_e4m3fn."""
+    """Swizzled scales (g, ceil128(n), ceil4(k/block)) of a stack, in the dtype of the format."""
     x = is_tensor(name, value)
-    has_dtype(name, x, SCALE_DTYPES)
-    rows, columns = padded_scale_shape(n, k)
+    has_dtype(name, x, form.scale_dtypes)
+    rows, columns = form.scale_shape(n, k)
     why = f", the swizzled shape of each of {g} matrices (n, k) = ({n}, {k})"
     has_shape(name, x, (g, rows, columns), why)
     same_device(name, x, device, other)
     is_contiguous(name, x)
     is_aligned(name, x)
-    return as_scales(x)
+    return as_scales(x, form)
 
 
-def ragged_columns(name: str, x: Tensor, per_entry: int) -> Tensor:
-    """The tensor (m, k / per_entry) of ragged k; k is 0 where there is no token."""
+def ragged_columns(name: str, x: Tensor, per_entry: int, step: int = GROUP_COLUMNS) -> Tensor:
+    """The tensor (m, k / per_entry) of ragged k, a multiple of step; k is 0 where there is no token."""
     has_rank(name, x, 2, "(m, k/2)" if per_entry == 2 else "(m, k)")
     k = per_entry * x.shape[1]
-    if k % GROUP_COLUMNS:
-        raise ValueError(f"{name}: k is {k}, must be a multiple of {GROUP_COLUMNS} for ragged k")
+    if k % step:
+        raise ValueError(f"{name}: k is {k}, must be a multiple of {step} for ragged k")
     operand_memory(name, x)
     return x
 
@@ -596,8 +614,8 @@ def ascending(offs: Tensor, limit: int, what: str) -> list[int]:
 
 
 def padded_scale_shape(m: int, k: int) -> tuple[int, int]:
-    """Return (ceil128(m), ceil4(k/16)), the shape of the swizzled scales of an (m, k) operand."""
-    return (m + 127) // 128 * 128, (k // BLOCK + 3) // 4 * 4
+    """Return (ceil128(m), ceil4(k/16)), the shape of the swizzled scales of an (m, k) NVFP4 operand."""
+    return NVFP4.scale_shape(m, k)
 
 
 def prepacked_bytes(n: int, k: int, fp8: bool = False) -> int:
@@ -610,5 +628,4 @@ def prepacked_bytes(n: int, k: int, fp8: bool = False) -> int:
 
 def mxfp8_scale_shape(m: int, k: int, swizzled: bool) -> tuple[int, int]:
     """Return the shape of MXFP8 scales: (ceil128(m), ceil4(k/32)) if swizzled, else (m, k/32)."""
-    columns = k // MXFP8_BLOCK
-    return padded_scale_shape(m, columns * BLOCK) if swizzled else (m, columns)
+    return MXFP8.scale_shape(m, k) if swizzled else (m, k // MXFP8_BLOCK)

@@ -11,22 +11,24 @@ from . import _checks, kernel_table, selection, support
 from .containers._base import with_version
 from .containers.decoded import DecodedTensor
 from .containers.fp8 import FP8Tensor
+from .containers.mxfp8 import MXFP8Tensor
 from .containers.nvfp4 import NVFP4Tensor
 from .containers.prepacked import PrepackedTensor
 from .ops import gemm as gemm_ops
 from .reference.epilogue import ALPHA, ALPHA_FP8, ALPHA_UNQUANTIZED
 
 Quantized = NVFP4Tensor | DecodedTensor | FP8Tensor
-Left = Quantized | Tensor
-Right = NVFP4Tensor | DecodedTensor | PrepackedTensor
+Weight = NVFP4Tensor | DecodedTensor | PrepackedTensor
+Left = Quantized | MXFP8Tensor | Tensor
+Right = Weight | MXFP8Tensor
 Given = tuple[Tensor, int | None] | None
 OR_PLAIN = "fp4gemm.FP8Tensor, or a bfloat16 or float16 tensor"
 OR_PREPACKED = "or an fp4gemm.PrepackedTensor"
 
 
 _NO_GROUPS = (
-    "must have groups: quantize(x, offs=offs) or quantize_fp8(x, offs=offs) for the rows of experts, "
-    "quantize(x, axis=0, offs=offs) for the gradients of weights"
+    "must have groups: quantize(x, offs=offs), quantize_fp8(x, offs=offs) or quantize_mxfp8(x, offs=offs) "
+    "for the rows of experts, quantize(x, axis=0, offs=offs) for the gradients of weights"
 )
 _LEFT = (NVFP4Tensor, DecodedTensor, FP8Tensor)
 _RAGGED = {0: "m", 1: "k"}  # the key is offs_dim
@@ -76,7 +78,7 @@ def parts(value: NVFP4Tensor | DecodedTensor | FP8Tensor) -> tuple[Tensor, Tenso
     return (value.codes, value.scales) if isinstance(value, NVFP4Tensor) else (value.data, None)
 
 
-def same_rotation(names: tuple[str, str], of_a: int | None, b: Right) -> None:
+def same_rotation(names: tuple[str, str], of_a: int | None, b: Weight) -> None:
     """Raise ValueError unless both operands were rotated with the same signs, or neither was rotated."""
     if of_a != b.hadamard_signs:
         signs = ["None (not rotated)" if s is None else f"{s:#06x}" for s in (of_a, b.hadamard_signs)]
@@ -89,8 +91,8 @@ def same_rotation(names: tuple[str, str], of_a: int | None, b: Right) -> None:
 def of_containers(
     function: str,
     names: tuple[str, str],
-    a: Left,
-    b: Right,
+    a: Quantized | Tensor,
+    b: Weight,
     offs: Tensor | None,
     is_grouped: bool,
     dtype: torch.dtype,
@@ -124,7 +126,7 @@ def of_containers(
     if scale_a is not None:
         k_a *= 2
     if is_grouped:
-        ends = _ends(names, data_a, packed, b, offs)
+        ends = ends_of(names, data_a, packed, b, offs)
         if rank_b == 2:
             groups_of_k = ends.shape[0]
     elif (
@@ -133,7 +135,7 @@ def of_containers(
         or data_a.dim() != 2
         or (packed is not None and packed.offs is not None)
     ):
-        _are_matrices(names, packed, b)
+        are_matrices(names, packed, b)
     if packed is None:
         gemm_ops.beside(data_a, data_b, names)
         alpha = ALPHA_UNQUANTIZED[b.e4m3_max]
@@ -161,7 +163,7 @@ def of_containers(
     return Operands(data_a, data_b, scale_a, scale_b, ends, alpha, None, amax_a, amax_b, b_rows, shape)
 
 
-def _are_matrices(names: tuple[str, str], a: Quantized | None, b: Right) -> None:
+def are_matrices(names: tuple[str, str], a: Quantized | MXFP8Tensor | None, b: Right) -> None:
     """Raise ValueError unless the operands of a dense product are matrices without groups."""
     for name, value in zip(names, (a, b), strict=True):
         offs = getattr(value, "offs", None)
@@ -175,10 +177,10 @@ def _are_matrices(names: tuple[str, str], a: Quantized | None, b: Right) -> None
             )
 
 
-def _ends(
+def ends_of(
     names: tuple[str, str],
     data_a: Tensor,
-    a: Quantized | None,
+    a: Quantized | MXFP8Tensor | None,
     b: Right,
     offs: Tensor | None,
 ) -> Tensor:

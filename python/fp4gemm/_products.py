@@ -11,7 +11,9 @@ from torch import Tensor
 
 from . import _checks, _epilogues, activations, selection, support
 from ._operands import Left, Operands, Right, chosen_kernel, of_containers
+from ._operands_mxfp8 import of_mxfp8
 from .activations import ActivationName
+from .containers.mxfp8 import MXFP8Tensor
 from .epilogues import BoundEpilogue, Epilogue
 from .ops import gemm as gemm_ops
 from .ops import operators
@@ -98,7 +100,11 @@ def multiply(
     """The product of containers, or of a plain a, for a function whose operands have these names."""
     every = completed(function, terms)
     dtype = gemm_ops.resolved_dtype(every.out_dtype, every.out)
-    return run(function, of_containers(function, names, a, b, offs, is_grouped, dtype), dtype, every)
+    if isinstance(a, MXFP8Tensor) or isinstance(b, MXFP8Tensor):
+        operands = of_mxfp8(names, a, b, offs, is_grouped, dtype)
+    else:
+        operands = of_containers(function, names, a, b, offs, is_grouped, dtype)
+    return run(function, operands, dtype, every)
 
 
 def run(function: str, x: Operands, dtype: torch.dtype, terms: Terms) -> Tensor:
@@ -106,7 +112,7 @@ def run(function: str, x: Operands, dtype: torch.dtype, terms: Terms) -> Tensor:
     a, offs, shape = x.a, x.offs, x.shape
     mode, groups = ("mm", None) if offs is None else ("grouped_mm", offs.shape[0])
     formats = _PACKED
-    if x.scale_a is None or x.scale_b is None:
+    if x.scale_a is None or x.scale_b is None or a.dtype is gemm_ops.FP8:
         formats = gemm_ops.formats(a, x.scale_a, x.scale_b, x.b_rows)
         support.ready_for(a, mode, formats)
     else:
@@ -130,7 +136,7 @@ def run(function: str, x: Operands, dtype: torch.dtype, terms: Terms) -> Tensor:
         _checks.is_bool("batch_invariant", batch_invariant)
         more["batch_invariant"] = batch_invariant
     if use_fast_accum is not False:
-        _checks.fast_accum(use_fast_accum, a.dtype is gemm_ops.FP8)
+        _checks.fast_accum(use_fast_accum, formats[0] == "e4m3")
         more["use_fast_accum"] = use_fast_accum
     if kernel is not None or _RULES:
         more["kernel_name"] = chosen_kernel(

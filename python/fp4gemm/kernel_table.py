@@ -27,18 +27,27 @@ __all__ = [
 # Indices, or numbers: fp4gemm_dtype_t, fp4gemm_ragged_t and fp4gemm_format_t of fp4gemm.h.
 _OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _RAGGED = ("m", "k")
-_FORMAT_NUMBERS = {"nvfp4": 0, "fp16": 1, "bf16": 2, "prepacked": 3, "e4m3": 5, "prepacked_fp8": 6}
+_FORMAT_NUMBERS = {
+    "nvfp4": 0,
+    "fp16": 1,
+    "bf16": 2,
+    "prepacked": 3,
+    "e4m3": 5,
+    "prepacked_fp8": 6,
+    "mxfp8": 7,
+}
 FORMATS = tuple(_FORMAT_NUMBERS)
 Ragged = Literal["m", "k"]
-Format = Literal["nvfp4", "fp16", "bf16", "prepacked", "e4m3", "prepacked_fp8"]
-# The formats of a and of b that a kernel supports, by KernelInfo.operand. The library converts an operand
-# first where the kernel reads another format.
-_SUPPORTED = {
-    "nvfp4": (("nvfp4",), ("nvfp4",)),
-    "fp16": (("nvfp4", "fp16"), ("nvfp4", "fp16")),
-    "prepacked": (("nvfp4", "fp16"), ("nvfp4", "prepacked")),
-    "prepacked_bf16": (("bf16",), ("nvfp4", "prepacked")),
-    "prepacked_fp8": (("e4m3",), ("nvfp4", "prepacked_fp8")),
+Format = Literal["nvfp4", "fp16", "bf16", "prepacked", "e4m3", "prepacked_fp8", "mxfp8"]
+# The pairs of formats, of a and of b, that a kernel supports, by KernelInfo.operand: any of the first formats
+# beside any of the second. The library converts an operand first where the kernel reads another format.
+_SUPPORTED: dict[str, tuple[tuple[tuple[Format, ...], tuple[Format, ...]], ...]] = {
+    "nvfp4": ((("nvfp4",), ("nvfp4",)),),
+    "mxfp8": ((("mxfp8",), ("mxfp8",)),),
+    "fp16": ((("nvfp4", "fp16"), ("nvfp4", "fp16")), (("mxfp8",), ("mxfp8",))),
+    "prepacked": ((("nvfp4", "fp16"), ("nvfp4", "prepacked")),),
+    "prepacked_bf16": ((("bf16",), ("nvfp4", "prepacked")),),
+    "prepacked_fp8": ((("e4m3",), ("nvfp4", "prepacked_fp8")),),
 }
 
 
@@ -76,10 +85,9 @@ class KernelInfo:
 
     def supports(self, format_a: str, format_b: str, ragged: str = "m") -> bool:
         """Whether the kernel multiplies operands in these formats; ``ragged`` as in :func:`select_kernel`."""
-        formats_a, formats_b = _SUPPORTED[self.operand]
         if ragged == "k" and self.operand.startswith("prepacked"):
             return False
-        return format_a in formats_a and format_b in formats_b
+        return any(format_a in of_a and format_b in of_b for of_a, of_b in _SUPPORTED[self.operand])
 
 
 def _check(status: int, call: str) -> None:
@@ -184,7 +192,7 @@ def select_kernel(
         out_dtype: torch.bfloat16, torch.float16 or torch.float32.
         format_a, format_b: how the operands are stored: "nvfp4"; "fp16" (decoded or, for a, never quantized);
             "bf16" (a only: never quantized); "e4m3" (a only: FP8 tokens); "prepacked" (b only);
-            "prepacked_fp8" (b only, beside "e4m3").
+            "prepacked_fp8" (b only, beside "e4m3"); "mxfp8" (both or neither).
         batch_invariant, activation, use_fast_accum: as for mm.
 
     Raises:

@@ -24,11 +24,11 @@ def test_kernels_describe_themselves() -> None:
     for row in rows:
         tile, cluster = "x".join(map(str, row.tile)), "x".join(map(str, row.cluster))
         swapped = "_swapped" if row.is_swapped else ""
-        if "prepacked" in row.operand:
+        if "prepacked" in row.operand or row.operand == "mxfp8":
             swapped = f"_{row.operand}" + "_fast" * row.fast_accum
         want = f"sm{row.arch}_{row.mode}_{tile}_c{cluster}{swapped}_{row.epilogue}_{short[row.out_dtype]}"
         assert row.name == want
-        assert row.operand in ("nvfp4", "fp16", "prepacked", "prepacked_bf16", "prepacked_fp8")
+        assert row.operand in ("nvfp4", "mxfp8", "fp16", "prepacked", "prepacked_bf16", "prepacked_fp8")
         assert row.operand == "prepacked_fp8" or not row.fast_accum
         assert row.mode in ("dense", "grouped")
         assert row.epilogue in ("rowcol", "gated")
@@ -98,10 +98,11 @@ def test_the_selection_does_not_depend_on_earlier_ones() -> None:
 
 
 def test_selected_kernels_support_the_formats() -> None:
-    """Every device supports codes and scales. Others of Hopper's formats need kernels that read them."""
+    """Every device supports codes and scales, and MXFP8. Others of Hopper's formats need kernels for them."""
     archs = {row.arch for row in fp4gemm.kernels()}
     formats_of_hopper = [
         ("nvfp4", "nvfp4"),
+        ("mxfp8", "mxfp8"),
         ("fp16", "fp16"),
         ("fp16", "nvfp4"),
         ("nvfp4", "fp16"),
@@ -117,7 +118,7 @@ def test_selected_kernels_support_the_formats() -> None:
             for groups in (0, 4):
                 options = {"format_a": formats[0], "format_b": formats[1]}
                 row = kernel_table.select_kernel(arch, 132, 64, 512, 1024, groups, **options)
-                wanted = formats in supported.get(arch, formats_of_hopper[:1])
+                wanted = formats in supported.get(arch, formats_of_hopper[:2])
                 assert (row is not None) == wanted, (arch, formats)
                 assert row is None or row.supports(*formats), (row, formats)
     assert all(kernel_table.select_kernel(arch, 132, 64, 64, 64, format_b="bf16") is None for arch in archs)
@@ -158,7 +159,8 @@ def test_sm90_selects_tiles_for_experts_with_fp8_tokens() -> None:
     ("operand", "supported"),
     [
         ("nvfp4", {"nvfp4 nvfp4"}),
-        ("fp16", {"nvfp4 nvfp4", "nvfp4 fp16", "fp16 nvfp4", "fp16 fp16"}),
+        ("mxfp8", {"mxfp8 mxfp8"}),
+        ("fp16", {"nvfp4 nvfp4", "nvfp4 fp16", "fp16 nvfp4", "fp16 fp16", "mxfp8 mxfp8"}),
         ("prepacked", {"nvfp4 nvfp4", "nvfp4 prepacked", "fp16 nvfp4", "fp16 prepacked"}),
         ("prepacked_bf16", {"bf16 nvfp4", "bf16 prepacked"}),
         ("prepacked_fp8", {"e4m3 nvfp4", "e4m3 prepacked_fp8"}),

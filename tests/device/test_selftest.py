@@ -16,6 +16,7 @@ from fp4gemm.commands import main
 from fp4gemm.device import problems, quantizers, report, selftest
 from fp4gemm.device.problems import Problem
 from fp4gemm.kernel_table import Architecture, KernelInfo
+from fp4gemm.ops import gemm as gemm_ops
 from fp4gemm.ops import operators
 from fp4gemm.ops.quantize import QuantizeCall
 from helpers import FLOATS, short
@@ -48,8 +49,19 @@ def test_problems_are_exact_in_float32() -> None:
     """The sum of the magnitudes, in the steps of a product, fits the 24 bits of float32."""
     for problem in problems.problems():
         a, b, scale_a, scale_b, *_ = problem.operands
-        k = a.shape[1] * (1 if scale_a is None else 2)
-        assert 2 * b.shape[-1] == k
+        k = gemm_ops.k_of(a)
+        assert gemm_ops.k_of(b) == k
+        if "MXFP8" in problem.name:
+            scales = [s.view(torch.uint8)[s.view(torch.uint8) > 0] for s in (scale_a, scale_b)]
+            assert all(s.min() >= 126 and s.max() <= 128 for s in scales)
+            for values in (a.float(), b.float()):
+                assert torch.equal(values * 16, (values * 16).round())
+                assert values.abs().max() <= 15 / 8
+            depth = (
+                max(-(-size // 128) * 128 for size in problems.SIZES) if problem.name[:8] == "ragged k" else k
+            )
+            assert (2 * 15 / 8) ** 2 * depth * 2**10 < 2**24
+            continue
         if "one-hot" in problem.name:
             assert torch.equal(a.count_nonzero(1), torch.ones(len(a)))
             continue

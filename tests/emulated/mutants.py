@@ -53,8 +53,8 @@ def problem_of(info: capi.KernelInfo) -> Problem:
         )
         return with_prepacked(few, tokens)
     if info.mode == b"dense":
-        return dense(264, 136, 1088, dtype, FULL, "silu")
-    return grouped_ragged_m((5, 0, 130, 17), 136, 544, dtype, FULL, "silu")
+        return dense(264, 136, 1088, dtype, FULL, "silu", info.operand.decode())
+    return grouped_ragged_m((5, 0, 130, 17), 136, 544, dtype, FULL, "silu", info.operand.decode())
 
 
 def text_of(session: Session, kernel: str, problem: Problem) -> tuple[str, list[int]]:

@@ -7,12 +7,16 @@ from dataclasses import dataclass, field, replace
 import capi
 import torch
 from fp4gemm import layout, reference
+from fp4gemm._formats import MXFP8, NVFP4, BlockFormat
 from fp4gemm.activations import by_name
 from fp4gemm.ops import operators
 from torch import Tensor
 
 # The type of the tokens, by KernelInfo.operand of kernels on prepacked weights.
 TOKEN_TYPES = {"prepacked": torch.float16, "prepacked_bf16": torch.bfloat16}
+
+# The formats of operands that have block scales, by KernelInfo.operand.
+FORMATS = {form.name: form for form in (NVFP4, MXFP8)}
 
 # The terms of the epilogue in a problem: none, or all.
 PLAIN, FULL = "plain", "full"
@@ -43,8 +47,19 @@ class Problem:
         return self.want.dtype
 
 
-def codes_and_scales(rows: int, k: int, gen: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Random codes, and scales of few significant bits, so that partial sums are exact in fp32."""
+def codes_and_scales(
+    rows: int, k: int, gen: torch.Generator, form: BlockFormat = NVFP4
+) -> tuple[Tensor, Tensor]:
+    """Random values, and scales of few significant bits, so that partial sums are exact in fp32.
+
+    Values of MXFP8 have any sign and mantissa, and exponents of -1 or 0; scales of it are 1/2, 1 or 2.
+    """
+    if form is MXFP8:
+        bits = torch.randint(0, 16, (rows, k), generator=gen)
+        exponent = torch.randint(6, 8, (rows, k), generator=gen)
+        values = ((bits & 8) << 4 | exponent << 3 | bits & 7).to(torch.uint8).view(torch.float8_e4m3fn)
+        powers = torch.randint(126, 129, (rows, k // form.block), generator=gen).to(torch.uint8)
+        return values, powers.view(torch.float8_e8m0fnu)
     codes = torch.randint(0, 256, (rows, k // 2), dtype=torch.uint8, generator=gen)
     mantissa = torch.randint(8, 16, (rows, k // 16), generator=gen) / 8
     exponent = torch.randint(-1, 2, (rows, k // 16), generator=gen)
@@ -67,12 +82,18 @@ def row_stride(n: int, terms: str) -> int:
 
 
 def dense(
-    m: int, n: int, k: int, dtype: torch.dtype, terms: str = FULL, activation: str | None = None
+    m: int,
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    terms: str = FULL,
+    activation: str | None = None,
+    operand: str = "nvfp4",
 ) -> Problem:
     """A dense problem. n is that of the product; with a gated activation D has n / 2 columns."""
-    gen = torch.Generator().manual_seed(m * 1000003 + n * 1009 + k)
-    a, scales_a = codes_and_scales(m, k, gen)
-    b, scales_b = codes_and_scales(n, k, gen)
+    gen, form = torch.Generator().manual_seed(m * 1000003 + n * 1009 + k), FORMATS[operand]
+    a, scales_a = codes_and_scales(m, k, gen, form)
+    b, scales_b = codes_and_scales(n, k, gen, form)
     columns = columns_of_d(n, activation)
     want = poisoned((m, row_stride(columns, terms)), dtype)
     swizzled = [layout.swizzle_scales(scales) for scales in (scales_a, scales_b)]
@@ -122,15 +143,17 @@ def grouped_ragged_m(
     dtype: torch.dtype,
     terms: str = FULL,
     activation: str | None = None,
+    operand: str = "nvfp4",
 ) -> Problem:
     """A problem with ragged m. The three rows behind the last group must stay as they are."""
     gen = torch.Generator().manual_seed(sum(sizes) * 1009 + n + k + len(sizes))
-    groups, m = len(sizes), sum(sizes) + 3
+    groups, m, form = len(sizes), sum(sizes) + 3, FORMATS[operand]
     offs, at = group_rows(sizes)
-    a, scales_a = codes_and_scales(m, k, gen)
-    spread = torch.zeros(layout.grouped_scale_rows(m, groups), k // 16).to(torch.float8_e4m3fn)
-    spread.view(torch.uint8)[at] = scales_a.view(torch.uint8)[: len(at)]
-    experts = [codes_and_scales(n, k, gen) for _ in sizes]
+    a, scales_a = codes_and_scales(m, k, gen, form)
+    spread = torch.zeros(layout.grouped_scale_rows(m, groups), k // form.block, dtype=torch.uint8)
+    spread[at] = scales_a.view(torch.uint8)[: len(at)]
+    spread = spread.view(scales_a.dtype)
+    experts = [codes_and_scales(n, k, gen, form) for _ in sizes]
     b = torch.stack([codes for codes, _ in experts])
     scale_b = torch.stack([layout.swizzle_scales(scales) for _, scales in experts])
     columns = columns_of_d(n, activation)
@@ -154,21 +177,32 @@ def grouped_ragged_m(
 
 
 def grouped_ragged_k(
-    sizes: tuple[int, ...], m: int, n: int, dtype: torch.dtype, terms: str = FULL
+    sizes: tuple[int, ...],
+    m: int,
+    n: int,
+    dtype: torch.dtype,
+    terms: str = FULL,
+    operand: str = "nvfp4",
 ) -> Problem:
     """A problem with ragged k. Columns that hold no token are zero."""
     gen = torch.Generator().manual_seed(sum(sizes) * 1009 + n + m + len(sizes))
-    groups, columns = len(sizes), layout.grouped_columns(sum(sizes), len(sizes))
+    form, groups = FORMATS[operand], len(sizes)
+    step = form.group_columns
+    columns = (sum(sizes) + (step - 1) * min(groups, sum(sizes))) // step * step
     taken, begin = torch.zeros(columns, dtype=torch.bool), 0
     for size in sizes:
         taken[begin : begin + size] = True
-        begin += (size + 63) // 64 * 64
-    nibbles = torch.where(taken.view(-1, 2), torch.tensor([0x0F, 0xF0]), 0).sum(1).to(torch.uint8)
+        begin += (size + step - 1) // step * step
+    if form is MXFP8:
+        mask = taken.to(torch.uint8) * 0xFF
+    else:
+        mask = torch.where(taken.view(-1, 2), torch.tensor([0x0F, 0xF0]), 0).sum(1).to(torch.uint8)
     operands = []
     for rows in (m, n):
-        codes, scales = codes_and_scales(rows, columns, gen)
+        data, scales = codes_and_scales(rows, columns, gen, form)
         none = scales.new_empty(((rows + 127) // 128 * 128, 0))
-        operands += [codes & nibbles, layout.swizzle_scales(scales) if columns else none]
+        masked = (data.view(torch.uint8) & mask).view(data.dtype)
+        operands += [masked, layout.swizzle_scales(scales) if columns else none]
     want = poisoned((groups, m, row_stride(n, terms)), dtype)
     a, scale_a, b, scale_b = operands
     offs = torch.tensor(sizes).cumsum(0).to(torch.int32)

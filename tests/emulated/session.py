@@ -15,7 +15,7 @@ from pathlib import Path
 import capi
 import fp4gemm
 import torch
-from problems import Problem
+from problems import FORMATS, Problem
 from ptxemu.emulator import DeviceArray, Emulator, extract_ptx
 from torch import Tensor
 
@@ -23,9 +23,9 @@ ROOT = Path(__file__).resolve().parents[2]
 # The emulated device has few SMs, so that each gets several tiles. The library reads their number once.
 NUM_SMS = 6
 
-# The kernels that multiply NVFP4 operands on the architectures that the emulator models. The number of an
+# The kernels whose operands have block scales on the architectures that the emulator models. The number of an
 # architecture is the least compute capability of its family, which the emulated device has.
-KERNELS = [k for k in fp4gemm.kernels() if k.arch in (100, 120) and k.operand == "nvfp4"]
+KERNELS = [k for k in fp4gemm.kernels() if k.arch in (100, 120) and k.operand in FORMATS]
 ARCHS = sorted({kernel.arch for kernel in KERNELS})
 
 # Eight schedules of warps and asynchronous operations, with different numbers of resident clusters.
@@ -141,7 +141,8 @@ class Call:
     def _operand(self, data: Tensor, scales: Tensor | None) -> capi.Operand:
         """Codes and scales, fp16 or bf16 values, or the bytes of prepacked weights."""
         if scales is not None:
-            return capi.Operand(self._put(data), self._put(scales), capi.FORMAT_NVFP4)
+            form = capi.FORMAT_NVFP4 if data.dtype is torch.uint8 else capi.FORMAT_MXFP8
+            return capi.Operand(self._put(data), self._put(scales), form)
         formats = {
             torch.float16: capi.FORMAT_FP16,
             torch.bfloat16: capi.FORMAT_BF16,

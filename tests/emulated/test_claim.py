@@ -55,10 +55,10 @@ def explained_of(arch: int) -> dict[str, str]:
 def problems_of(kernel: fp4gemm.KernelInfo) -> list[Problem]:
     activation = "swiglu" if kernel.epilogue == "gated" else "silu"
     if kernel.mode == "dense":
-        return [dense(130, 272, 544, kernel.out_dtype, FULL, activation)]
-    problems = [grouped_ragged_m((5, 0, 130), 144, 96, kernel.out_dtype, FULL, activation)]
+        return [dense(130, 272, 544, kernel.out_dtype, FULL, activation, kernel.operand)]
+    problems = [grouped_ragged_m((5, 0, 130), 144, 96, kernel.out_dtype, FULL, activation, kernel.operand)]
     if kernel.epilogue == "rowcol":
-        problems.append(grouped_ragged_k((5, 0, 130), 72, 136, kernel.out_dtype))
+        problems.append(grouped_ragged_k((5, 0, 130), 72, 136, kernel.out_dtype, operand=kernel.operand))
     return problems
 
 

@@ -170,3 +170,35 @@ def test_mxfp8(session: Session, dtype: torch.dtype, fp8: torch.dtype) -> None:
         check(session, "mxfp8_quantize", partial(quantize, axis=axis, swizzled=swizzled))
     for swizzled in (True, False):
         check(session, "mxfp8_dequantize", partial(dequantize, swizzled=swizzled))
+
+
+@pytest.mark.parametrize("sizes", [(5, 0, 130, 17), (0, 0), (128, 32)], ids=str)
+def test_mxfp8_groups(session: Session, sizes: tuple[int, ...]) -> None:
+    """Groups of rows and of columns, with rows behind the last group; and back."""
+    m, k = sum(sizes) + 3, 96
+    gen = torch.Generator().manual_seed(k)
+    x = torch.randn(m, k, generator=gen).to(torch.bfloat16)
+    offs = torch.tensor(sizes).cumsum(0).to(torch.int32)
+
+    def args_of(memory: Memory) -> MXFP8Args:
+        args = MXFP8Args(m=m, k=k, dtype=capi.DTYPES[x.dtype], fp8=FP8.index(torch.float8_e4m3fn))
+        args.offs, args.num_groups = memory.put(offs), len(sizes)
+        return args
+
+    def quantize(memory: Memory, axis: int) -> tuple[object]:
+        args = args_of(memory)
+        args.x, args.x_row_stride, args.is_transposed = memory.put(x), k, axis == 0
+        values, scales = reference.mxfp8_quantize(x, axis, torch.float8_e4m3fn, True, offs)
+        args.values, args.scales = memory.out("values", values), memory.out("scales", scales)
+        return (args,)
+
+    def dequantize(memory: Memory) -> tuple[object]:
+        args = args_of(memory)
+        values, scales = reference.mxfp8_quantize(x, -1, torch.float8_e4m3fn, True, offs)
+        args.values, args.scales = memory.put(values), memory.put(scales)
+        args.y = memory.out("y", reference.mxfp8_dequantize(values, scales, x.dtype, True, offs))
+        return (args,)
+
+    for axis in (-1, 0):
+        check(session, "mxfp8_quantize", partial(quantize, axis=axis))
+    check(session, "mxfp8_dequantize", dequantize)

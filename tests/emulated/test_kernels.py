@@ -5,7 +5,7 @@ from __future__ import annotations
 import fp4gemm
 import pytest
 import torch
-from problems import FULL, PLAIN, Problem, dense, grouped_ragged_k, grouped_ragged_m
+from problems import FORMATS, FULL, PLAIN, Problem, dense, grouped_ragged_k, grouped_ragged_m
 from session import ARCHS, KERNELS, SCHEDULES, Session, Sessions, describe, same_bits
 
 
@@ -23,40 +23,46 @@ def check(session: Session, problem: Problem, kernel: str | None) -> None:
 
 
 DENSE = {
-    "one-row": lambda dtype: dense(1, 8, 32, dtype, PLAIN),
-    "tiny": lambda dtype: dense(3, 136, 96, dtype, FULL, "relu2"),
-    "ragged": lambda dtype: dense(130, 264, 544, dtype, FULL, "silu"),
-    "tiles": lambda dtype: dense(260, 520, 320, dtype, PLAIN),
+    "one-row": lambda k: dense(1, 8, 32, k.out_dtype, PLAIN, operand=k.operand),
+    "tiny": lambda k: dense(3, 136, 96, k.out_dtype, FULL, "relu2", operand=k.operand),
+    "ragged": lambda k: dense(130, 264, 544, k.out_dtype, FULL, "silu", operand=k.operand),
+    "tiles": lambda k: dense(260, 520, 320, k.out_dtype, PLAIN, operand=k.operand),
 }
 
 
 @pytest.mark.parametrize("case", DENSE)
 @pytest.mark.parametrize("kernel", of_mode("dense"))
 def test_dense(sessions: Sessions, kernel: fp4gemm.KernelInfo, case: str) -> None:
-    check(sessions.of(kernel), DENSE[case](kernel.out_dtype), kernel.name)
+    check(sessions.of(kernel), DENSE[case](kernel), kernel.name)
 
 
 GROUPED = {
-    "ragged-m": lambda dtype: grouped_ragged_m((5, 0, 130, 17), 136, 96, dtype, FULL, "relu2"),
-    "one-hot": lambda dtype: grouped_ragged_m((0, 300, 0), 264, 320, dtype, PLAIN),
-    "all-empty": lambda dtype: grouped_ragged_m((0, 0, 0), 64, 64, dtype),
-    "ragged-k": lambda dtype: grouped_ragged_k((5, 0, 130, 64), 72, 136, dtype),
-    "ragged-k-plain": lambda dtype: grouped_ragged_k((0, 200), 136, 264, dtype, PLAIN),
-    "no-token": lambda dtype: grouped_ragged_k((0, 0), 72, 136, dtype),
+    "ragged-m": lambda k: grouped_ragged_m(
+        (5, 0, 130, 17), 136, 96, k.out_dtype, FULL, "relu2", operand=k.operand
+    ),
+    "one-hot": lambda k: grouped_ragged_m((0, 300, 0), 264, 320, k.out_dtype, PLAIN, operand=k.operand),
+    "all-empty": lambda k: grouped_ragged_m((0, 0, 0), 64, 64, k.out_dtype, operand=k.operand),
+    "ragged-k": lambda k: grouped_ragged_k((5, 0, 130, 64), 72, 136, k.out_dtype, operand=k.operand),
+    "ragged-k-plain": lambda k: grouped_ragged_k((0, 200), 136, 264, k.out_dtype, PLAIN, operand=k.operand),
+    "no-token": lambda k: grouped_ragged_k((0, 0), 72, 136, k.out_dtype, operand=k.operand),
 }
 
 
 @pytest.mark.parametrize("case", GROUPED)
 @pytest.mark.parametrize("kernel", of_mode("grouped"))
 def test_grouped(sessions: Sessions, kernel: fp4gemm.KernelInfo, case: str) -> None:
-    check(sessions.of(kernel), GROUPED[case](kernel.out_dtype), kernel.name)
+    check(sessions.of(kernel), GROUPED[case](kernel), kernel.name)
 
 
 GATED = {
-    "dense": lambda dtype: dense(130, 272, 544, dtype, FULL, "swiglu"),
-    "dense-plain": lambda dtype: dense(1, 16, 32, dtype, PLAIN, "geglu_tanh"),
-    "grouped": lambda dtype: grouped_ragged_m((5, 0, 130, 17), 144, 96, dtype, FULL, "swiglu_oai"),
-    "grouped-limit": lambda dtype: grouped_ragged_m((3, 0, 9), 144, 96, dtype, FULL, "swiglu_limit10"),
+    "dense": lambda k: dense(130, 272, 544, k.out_dtype, FULL, "swiglu", operand=k.operand),
+    "dense-plain": lambda k: dense(1, 16, 32, k.out_dtype, PLAIN, "geglu_tanh", operand=k.operand),
+    "grouped": lambda k: grouped_ragged_m(
+        (5, 0, 130, 17), 144, 96, k.out_dtype, FULL, "swiglu_oai", operand=k.operand
+    ),
+    "grouped-limit": lambda k: grouped_ragged_m(
+        (3, 0, 9), 144, 96, k.out_dtype, FULL, "swiglu_limit10", operand=k.operand
+    ),
 }
 
 
@@ -64,14 +70,14 @@ GATED = {
 @pytest.mark.parametrize("kernel", of_mode("dense", "gated") + of_mode("grouped", "gated"))
 def test_gated(sessions: Sessions, kernel: fp4gemm.KernelInfo, case: str) -> None:
     if case.startswith("dense") == (kernel.mode == "dense"):
-        check(sessions.of(kernel), GATED[case](kernel.out_dtype), kernel.name)
+        check(sessions.of(kernel), GATED[case](kernel), kernel.name)
 
 
 @pytest.mark.parametrize("kernel", of_mode("grouped"))
 def test_one_group_is_dense(sessions: Sessions, kernel: fp4gemm.KernelInfo) -> None:
     """One group gives the bits of a dense kernel with the same operands."""
     session = sessions.of(kernel)
-    grouped = grouped_ragged_m((133,), 136, 96, kernel.out_dtype, PLAIN)
+    grouped = grouped_ragged_m((133,), 136, 96, kernel.out_dtype, PLAIN, operand=kernel.operand)
     plain = Problem(
         "one group",
         133,
@@ -86,14 +92,15 @@ def test_one_group_is_dense(sessions: Sessions, kernel: fp4gemm.KernelInfo) -> N
     assert same_bits(session.run(grouped, kernel.name)[:133], session.run(plain))
 
 
+@pytest.mark.parametrize("operand", FORMATS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_selected_kernels(session: Session, dtype: torch.dtype) -> None:
+def test_selected_kernels(session: Session, dtype: torch.dtype, operand: str) -> None:
     """Calls without the name of a kernel, so that the library selects one."""
     for problem in (
-        dense(1, 520, 96, dtype, FULL, "gelu_tanh"),
-        dense(200, 136, 64, dtype, FULL),
-        grouped_ragged_m((3, 0, 1, 64), 136, 64, dtype),
-        grouped_ragged_k((64, 1, 0), 136, 72, dtype),
+        dense(1, 520, 96, dtype, FULL, "gelu_tanh", operand),
+        dense(200, 136, 64, dtype, FULL, operand=operand),
+        grouped_ragged_m((3, 0, 1, 64), 136, 64, dtype, operand=operand),
+        grouped_ragged_k((64, 1, 0), 136, 72, dtype, operand=operand),
     ):
         check(session, problem, None)
 

@@ -17,10 +17,10 @@ def small_problems(kernel: fp4gemm.KernelInfo) -> list[Problem]:
     """Problems whose tensors are smaller than 128 KB; D has pads between its rows."""
     activation = "swiglu" if kernel.epilogue == "gated" else None
     if kernel.mode == "dense":
-        return [dense(3, 144, 96, kernel.out_dtype, FULL, activation)]
-    problems = [grouped_ragged_m((5, 0, 17), 144, 96, kernel.out_dtype, FULL, activation)]
+        return [dense(3, 144, 96, kernel.out_dtype, FULL, activation, kernel.operand)]
+    problems = [grouped_ragged_m((5, 0, 17), 144, 96, kernel.out_dtype, FULL, activation, kernel.operand)]
     if kernel.epilogue == "rowcol":
-        problems.append(grouped_ragged_k((5, 0, 64), 72, 136, kernel.out_dtype))
+        problems.append(grouped_ragged_k((5, 0, 64), 72, 136, kernel.out_dtype, operand=kernel.operand))
     return problems
 
 

@@ -171,7 +171,7 @@ def test_sm120_kernels_spill_outside_of_the_mainloop() -> None:
     (image,) = {arch for arch, name, _ in resources() if name in kernels}
     for name in kernels:
         code = sass.parse(machine_code(image)[name])
-        mmas = [found.address for found in code if found.base == "OMMA"]
+        mmas = [found.address for found in code if found.base in ("OMMA", "QMMA")]
         spills = [found.address for found in code if found.base in ("LDL", "STL")]
         branches = [(found.target, found.address) for found in code if found.base == "BRA"]
         loops = [range(first, last) for first, last in branches if first is not None and first < last]
@@ -224,7 +224,7 @@ AHEAD_OF_WAIT: dict[str, dict[str, int]] = {
 }
 # Kernels that are launched after the end of the kernel before them, and therefore do not wait.
 NOT_OVERLAPPED = re.compile(
-    r"columns_amax|tensor_amax|group_amax|mxfp8_quantize|mxfp8_dequantize|prepack|nothing"
+    r"columns_amax|tensor_amax|group_amax|mxfp8_quantize|mxfp8_dequantize|mxfp8_decode|prepack|nothing"
     r"|packed_gemm|search_scales|row_amaxes"
 )
 
@@ -348,21 +348,25 @@ def test_a_cluster_releases_its_arrivals_before_a_cta_exits() -> None:
         ("sm_90a", "packed_gemm", r"HMMA\.16816\.F32"),
         ("sm_90a", PREPACKED, r"HMMA\.16816\.F32|HGMMA\.64x\d+x16\.F32|QGMMA\.64x\d+x32\.F32\.E4M3\.E4M3"),
         ("sm_120", PREPACKED, r"HMMA\.16816\.F32"),
-        ("sm_100", "gemm_kernel", r"UTCOMMA(\.2CTA)?\.4X"),
-        ("sm_120", "gemm_kernel", r"OMMA\.SF\.16864\.F32\.E2M1\.E2M1\.UE4M3\.4X"),
+        ("sm_100", r"gemm_kernel.*5Nvfp4", r"UTCOMMA(\.2CTA)?\.4X"),
+        ("sm_100", r"gemm_kernel.*5Mxfp8", r"UTCQMMA"),
+        ("sm_120", r"gemm_kernel.*5Nvfp4", r"OMMA\.SF\.16864\.F32\.E2M1\.E2M1\.UE4M3\.4X"),
+        ("sm_120", r"gemm_kernel.*5Mxfp8", r"QMMA\.SF\.16832\.F32\.E4M3\.E4M3\.E8"),
     ],
     ids=[
         "sm90-decoded",
         "sm90-packed-mma",
         "sm90-prepacked",
         "sm120-prepacked",
-        "sm100-block-scaled",
-        "sm120-block-scaled",
+        "sm100-nvfp4",
+        "sm100-mxfp8",
+        "sm120-nvfp4",
+        "sm120-mxfp8",
     ],
 )
 def test_kernels_use_the_tensor_cores_meant(arch: str, function: str, instruction: str) -> None:
     """Each GEMM kernel holds the matrix instruction of its operand type."""
-    names = [name for image, name, _ in resources() if image.startswith(arch) and function in name]
+    names = [name for image, name, _ in resources() if image.startswith(arch) and re.search(function, name)]
     if not names:
         pytest.skip(f"no {arch} kernels in this build")
     for image in {image for image, name, _ in resources() if name in names}:

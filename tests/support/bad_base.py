@@ -164,7 +164,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = 
     "quantize_mxfp4": (fp4gemm.quantize_mxfp4, lambda: {"x": ones(M, K), "scale": "floor"}),
     "quantize_mxfp8": (
         fp4gemm.quantize_mxfp8,
-        lambda: {"x": ones(M, K), "axis": -1, "dtype": torch.float8_e4m3fn, "swizzled": True},
+        lambda: {"x": ones(M, K), "axis": -1, "dtype": torch.float8_e4m3fn, "swizzled": True, "offs": None},
     ),
     "dequantize_parts": (
         fp4gemm.dequantize_parts,
@@ -245,7 +245,10 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = 
             "e4m3_max": 448,
         },
     ),
-    "MXFP8Tensor": (MXFP8Tensor, lambda: {"values": E.values, "scales": E.scales, "swizzled": True}),
+    "MXFP8Tensor": (
+        MXFP8Tensor,
+        lambda: {"values": E.values, "scales": E.scales, "swizzled": True, "offs": None, "offs_dim": 0},
+    ),
     "MXFP8Tensor.dequantize": (E.dequantize, lambda: {"dtype": torch.float32}),
     "MXFP8Tensor.to": (E.to, lambda: {"device": "cpu"}),
     "NVFP4Tensor.from_compact": (
@@ -321,11 +324,17 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = 
     ),
     "reference.mxfp8_quantize": (
         reference.mxfp8_quantize,
-        lambda: {"x": ones(M, K), "axis": -1, "dtype": torch.float8_e4m3fn, "swizzled": True},
+        lambda: {"x": ones(M, K), "axis": -1, "dtype": torch.float8_e4m3fn, "swizzled": True, "offs": None},
     ),
     "reference.mxfp8_dequantize": (
         reference.mxfp8_dequantize,
-        lambda: {"values": E.values, "scales": E.scales, "dtype": torch.float32, "swizzled": True},
+        lambda: {
+            "values": E.values,
+            "scales": E.scales,
+            "dtype": torch.float32,
+            "swizzled": True,
+            "offs": None,
+        },
     ),
     "reference.dequantize": (
         reference.dequantize,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from bad_base import TYPE, VALUE, A, Cases, E, K, M, every_other, misaligned, ones
+from bad_base import TYPE, VALUE, A, Cases, E, K, M, ends, every_other, misaligned, ones
 
 CASES = Cases()
 add = CASES.add
@@ -47,3 +47,19 @@ add(S, "scales", "compact", E.compact_scales, VALUE, "shape is (33, 2), must be 
 add(S, "swizzled", "false", lambda: False, VALUE, "shape is (128, 4), must be (33, 2), the compact", "scales")
 add(S, "scales", "device", lambda: E.scales.to("meta"), VALUE, "device is meta, must be cpu")
 add(S, "scales", "strides", lambda: every_other(E.scales.view(torch.uint8)), VALUE, "must be contiguous")
+WITH_GROUPS = f"{Z} {S}"
+add(WITH_GROUPS, "offs", "type", lambda: [5, 33], TYPE, "got [5, 33] (list), must be a torch.Tensor")
+add(WITH_GROUPS, "offs", "dtype", lambda: ones(2), TYPE, "dtype is torch.float32, must be")
+add(
+    WITH_GROUPS,
+    "offs",
+    "rank",
+    lambda: ends(5, M).view(1, 2),
+    VALUE,
+    "shape is (1, 2), must have rank 1, (g,)",
+)
+add(WITH_GROUPS, "offs", "empty", lambda: ends(), VALUE, "shape is (0,), must have at least one entry")
+add(WITH_GROUPS, "offs", "device", lambda: ends(M, device="meta"), VALUE, "device is meta, must be cpu")
+add(S, "offs", "scales", lambda: ends(5, 7, M), VALUE, "shape is (128, 4), must be (384, 4)", "scales")
+add("MXFP8Tensor", "offs_dim", "without", lambda: 1, VALUE, "got 1, must be 0 without offs")
+add("MXFP8Tensor", "offs_dim", "value", lambda: 2, VALUE, "got 2, must be 0 or 1")

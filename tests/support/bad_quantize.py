@@ -44,8 +44,18 @@ add(X, "x", "float64", lambda: ones(M, K, dtype=torch.float64), TYPE, "dtype is 
 add(X, "x", "int32", lambda: ones(M, K, dtype=torch.int32), TYPE, "dtype is torch.int32, must be")
 add(f"{HALF} {HALF_REFERENCE}", "x", "float32", lambda: ones(M, K), TYPE, "dtype is torch.float32, must be")
 add(X, "x", "rank1", lambda: half(K), VALUE, "shape is (64,), must have rank 2")
-NO_STACKS = " ".join(name for name in X.split() if name not in ("quantize", "quantize_both"))
+NO_STACKS = " ".join(
+    name for name in X.split() if name not in ("quantize", "quantize_both", "quantize_mxfp8")
+)
 add(NO_STACKS, "x", "rank3", lambda: half(2, M, K), VALUE, "shape is (2, 33, 64), must have rank 2")
+add(
+    "quantize_mxfp8",
+    "x",
+    "rank4",
+    lambda: half(1, 2, M, K),
+    VALUE,
+    "shape is (1, 2, 33, 64), must have rank 2",
+)
 add(X, "x", "k-ragged", lambda: half(48, 40), VALUE, "k is 40, must be a positive multiple of")
 add(X, "x", "k-zero", lambda: half(48, 0), VALUE, "k is 0, must be a positive multiple of")
 R_X = " ".join(name for name in X.split() if name.startswith("reference."))  # the others copy such tensors

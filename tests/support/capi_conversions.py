@@ -82,6 +82,8 @@ class MXFP8Args(Args):
         ("values", c_void_p),
         ("scales", c_void_p),
         ("scales_are_compact", c_int),
+        ("offs", c_void_p),
+        ("num_groups", c_int),
     ]
     _defaults_: ClassVar[dict[str, object]] = {"dtype": BF16}
 

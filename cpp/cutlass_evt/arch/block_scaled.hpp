@@ -1,5 +1,5 @@
-// The operands of kernels whose tensor cores read packed e2m1 codes and swizzled e4m3 block scales, as
-// arguments of CUTLASS. SM100 and SM120 share them.
+// The operands of kernels whose tensor cores read values and swizzled block scales, as arguments of CUTLASS.
+// SM100 and SM120 share them.
 #pragma once
 
 #include "cute/layout.hpp"
@@ -13,9 +13,9 @@ struct BlockScaledOperands {
   using ElementData = typename Mainloop::ArrayElementA;
   using Scale = typename Mainloop::ElementSF;
   using Config = typename Mainloop::Sm1xxBlkScaledConfig;
+  static constexpr int kBlock = Config::SFVecSize;  // elements of a row that share a scale
 
-  /// The operands are a (m, k) and b (n, k) as packed e2m1 codes, row-major and contiguous, and their
-  /// swizzled scales.
+  /// The operands are a (m, k) and b (n, k), row-major and contiguous, and their swizzled scales.
   static typename Mainloop::Arguments mainloop_arguments(void const* a, void const* scale_a, void const* b,
                                                          void const* scale_b, int m, int n, int k) {
     auto shape = cute::make_shape(m, n, k, 1);
@@ -52,7 +52,7 @@ struct BlockScaledOperands {
       auto const whole = cute::append<4>(shape, 1);
       layout_a[g] = Config::tile_atom_to_shape_SFA(whole);
       layout_b[g] = Config::tile_atom_to_shape_SFB(whole);
-      int const row_tile_bytes = (row_k / 16 + 3) / 4 * 512;
+      int const row_tile_bytes = (row_k / kBlock + 3) / 4 * 512;
       cute::get<0, 1>(layout_a[g].stride()) = row_tile_bytes;
       cute::get<0, 1>(layout_b[g].stride()) = row_tile_bytes;
     }

@@ -1,5 +1,5 @@
-// SM100 (Blackwell, compute capability 10.0 and 10.3): NVFP4 GEMM, dense and grouped, with one of our
-// epilogues.
+// SM100 (Blackwell, compute capability 10.0 and 10.3): GEMM of operands with block scales, dense and grouped,
+// with one of our epilogues.
 #pragma once
 
 // First: it changes how the headers below encode tensor maps.
@@ -7,7 +7,6 @@
 
 #include "cutlass/arch/arch.h"
 #include "cutlass/epilogue/collective/collective_builder.hpp"
-#include "cutlass/float_subbyte.h"
 #include "cutlass/gemm/collective/collective_builder.hpp"
 #include "cutlass/gemm/device/gemm_universal_adapter.h"
 #include "cutlass/gemm/group_array_problem_shape.hpp"
@@ -15,29 +14,26 @@
 #include "cutlass/layout/matrix.h"
 #include "cutlass_evt/arch/block_scaled.hpp"
 #include "cutlass_evt/fusion.hpp"
+#include "cutlass_evt/operands/nvfp4.hpp"
 #include "cutlass_evt/tile.hpp"
 
 namespace cutlass_evt {
 
-/// The architecture. Its tensor cores read packed e2m1 codes and swizzled e4m3 scales.
-struct Sm100 {
+/// The architecture with operands of a format, which is a struct of cutlass_evt/operands/. Its tensor cores
+/// read the values and the swizzled block scales.
+template <class Format_>
+struct Sm100With {
+  using Format = Format_;
   static constexpr int kArch = 100;
   static constexpr int kMaxSharedBytes = 232448;
 
-  using Element = cutlass::nv_float4_t<cutlass::float_e2m1_t>;
-  static constexpr int kOperandAlignment = 32;  // elements, 16 bytes
+  using Element = typename Format::Element;
+  static constexpr int kOperandAlignment = Format::kAlignment;
 
   // A tile of m = 256 is computed by the two SMs of a CTA pair.
   template <class Tile>
   static constexpr bool kTwoSm = cute::size<0>(Tile{}) == 256;
 
-  template <class Tile, bool kGrouped>
-  using MainloopSchedule = cute::conditional_t<
-      kGrouped,
-      cute::conditional_t<kTwoSm<Tile>, cutlass::gemm::KernelPtrArrayTmaWarpSpecialized2SmNvf4Sm100,
-                          cutlass::gemm::KernelPtrArrayTmaWarpSpecialized1SmNvf4Sm100>,
-      cute::conditional_t<kTwoSm<Tile>, cutlass::gemm::KernelTmaWarpSpecialized2SmNvf4Sm100,
-                          cutlass::gemm::KernelTmaWarpSpecialized1SmNvf4Sm100>>;
   template <class Tile, bool kGrouped>
   using EpilogueSchedule =
       cute::conditional_t<kGrouped,
@@ -78,7 +74,7 @@ struct Sm100 {
         cutlass::arch::Sm100, cutlass::arch::OpClassBlockScaledTensorOp, Element, LayoutA, kOperandAlignment,
         Element, LayoutB, kOperandAlignment, float, Tile, Cluster,
         cutlass::gemm::collective::StageCountAutoCarveout<kCarveout>,
-        MainloopSchedule<Tile, kGrouped>>::CollectiveOp;
+        typename Format::template Sm100Schedule<kGrouped, kTwoSm<Tile>>>::CollectiveOp;
 
     using Kernel = cutlass::gemm::kernel::GemmUniversal<ProblemShape, Mainloop, Epilogue, void>;
     static_assert(Kernel::SharedStorageSize <= kMaxSharedBytes,
@@ -90,5 +86,7 @@ struct Sm100 {
     using Operands = BlockScaledOperands<Mainloop>;
   };
 };
+
+using Sm100 = Sm100With<Nvfp4>;
 
 }  // namespace cutlass_evt

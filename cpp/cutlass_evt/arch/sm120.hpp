@@ -1,5 +1,5 @@
-// SM120 (consumer and workstation Blackwell, compute capability 12.0 and 12.1): NVFP4 GEMM, dense and
-// grouped, with one of our epilogues.
+// SM120 (consumer and workstation Blackwell, compute capability 12.0 and 12.1): GEMM of operands with block
+// scales, dense and grouped, with one of our epilogues.
 #pragma once
 
 // First: it changes how the headers below encode tensor maps.
@@ -7,7 +7,6 @@
 
 #include "cutlass/arch/arch.h"
 #include "cutlass/epilogue/collective/collective_builder.hpp"
-#include "cutlass/float_subbyte.h"
 #include "cutlass/gemm/collective/collective_builder.hpp"
 #include "cutlass/gemm/device/gemm_universal_adapter.h"
 #include "cutlass/gemm/group_array_problem_shape.hpp"
@@ -15,18 +14,22 @@
 #include "cutlass/layout/matrix.h"
 #include "cutlass_evt/arch/block_scaled.hpp"
 #include "cutlass_evt/fusion.hpp"
+#include "cutlass_evt/operands/nvfp4.hpp"
 #include "cutlass_evt/tile.hpp"
 
 namespace cutlass_evt {
 
-/// The architecture. Its tensor cores read packed e2m1 codes and swizzled e4m3 scales, as SM100's do, but
-/// with mma.sync and from registers: there is no tensor memory, no pair of SMs, and no multicast.
-struct Sm120 {
+/// The architecture with operands of a format, which is a struct of cutlass_evt/operands/. Its tensor cores
+/// read the values and the swizzled block scales, as SM100's do, but with mma.sync and from registers: there
+/// is no tensor memory, no pair of SMs, and no multicast.
+template <class Format_>
+struct Sm120With {
+  using Format = Format_;
   static constexpr int kArch = 120;
   static constexpr int kMaxSharedBytes = 101376;
 
-  using Element = cutlass::nv_float4_t<cutlass::float_e2m1_t>;
-  static constexpr int kOperandAlignment = 32;  // elements, 16 bytes
+  using Element = typename Format::Element;
+  static constexpr int kOperandAlignment = Format::kAlignment;
 
   // Two consumer warpgroups share a tile (cooperative). The other schedule, pingpong, lacks a fence in
   // CUTLASS before 4.4.
@@ -76,5 +79,7 @@ struct Sm120 {
     using Operands = BlockScaledOperands<Mainloop>;
   };
 };
+
+using Sm120 = Sm120With<Nvfp4>;
 
 }  // namespace cutlass_evt

@@ -89,10 +89,11 @@ typedef enum fp4gemm_format {
   FP4GEMM_FORMAT_FP16 = 1,  /* data: (rows, k) fp16: values times their block scales (exact); or, as A with
                                an NVFP4 or prepacked B, activations that were never quantized */
   FP4GEMM_FORMAT_BF16 = 2,  /* A only. data: (rows, k) bf16, activations that were never quantized */
-  FP4GEMM_FORMAT_PREPACKED = 3,    /* B only. data: the bytes that fp4gemm_prepack wrote */
-  FP4GEMM_FORMAT_FP32 = 4,         /* A with quantize_a only. data: (rows, k) fp32 */
-  FP4GEMM_FORMAT_E4M3 = 5,         /* A only. data: (rows, k) e4m3, in the order of the FP8 kernels along k */
-  FP4GEMM_FORMAT_PREPACKED_FP8 = 6 /* B only. data: the bytes that fp4gemm_prepack_fp8 wrote */
+  FP4GEMM_FORMAT_PREPACKED = 3, /* B only. data: the bytes that fp4gemm_prepack wrote */
+  FP4GEMM_FORMAT_FP32 = 4,      /* A with quantize_a only. data: (rows, k) fp32 */
+  FP4GEMM_FORMAT_E4M3 = 5,      /* A only. data: (rows, k) e4m3, in the order of the FP8 kernels along k */
+  FP4GEMM_FORMAT_PREPACKED_FP8 = 6, /* B only. data: the bytes that fp4gemm_prepack_fp8 wrote */
+  FP4GEMM_FORMAT_MXFP8 = 7 /* both or neither. data: (rows, k) e4m3, scales: swizzled e8m0, one for each 32 */
 } fp4gemm_format_t;
 
 /* ---- errors and versions ---- */
@@ -355,7 +356,8 @@ typedef enum fp4gemm_fp8 { FP4GEMM_E4M3 = 0, FP4GEMM_E5M2 = 1 } fp4gemm_fp8_t;
 
 typedef struct fp4gemm_mxfp8_args {
   size_t struct_size;
-  int64_t m, k;          /* of x or y; k is a positive multiple of 32, and so is m if is_transposed */
+  int64_t m, k;          /* of x or y; k is a positive multiple of 32, and so is m if is_transposed without
+                            groups */
   const void* x;         /* quantize: in (m, k), 16-byte aligned */
   int64_t x_row_stride;  /* quantize: elements; rows must start on 16-byte boundaries */
   void* y;               /* dequantize: out (m, k) contiguous, 16-byte aligned */
@@ -366,6 +368,9 @@ typedef struct fp4gemm_mxfp8_args {
   uint8_t* scales; /* e8m0, one per 32, swizzled as the scales of NVFP4 with k/32 in place of k/16, or compact
                       (m, k/32) */
   int scales_are_compact;
+  const int32_t* offs; /* (num_groups) cumulative ends of groups of rows of x or y, on the device; NULL: no
+                          groups. Only with swizzled scales */
+  int num_groups;
 } fp4gemm_mxfp8_args_t;
 
 static inline fp4gemm_mxfp8_args_t fp4gemm_mxfp8_args_init(void) {
@@ -377,11 +382,18 @@ static inline fp4gemm_mxfp8_args_t fp4gemm_mxfp8_args_init(void) {
 #define FP4GEMM_MXFP8_ARGS_INIT fp4gemm_mxfp8_args_init()
 
 /* MXFP8 quantization: scale = the least power of two >= max |x| / 448 (57344 for e5m2), value = fp8(x /
- * scale). The maximum ignores NaN, and a NaN element stays NaN; infinity saturates. */
+ * scale). The maximum ignores NaN, and a NaN element stays NaN; infinity saturates.
+ *
+ * Groups: group g has rows offs[g-1] .. offs[g]-1 of x. Its scales begin at the next multiple of 128 rows of
+ * the scale buffer, which has fp4gemm_grouped_scale_rows(m, num_groups) rows; values of rows from
+ * offs[num_groups - 1] on are zero. With is_transposed, values and scales are those of x^T, which has
+ * fp4gemm_grouped_scale_rows(m, num_groups) columns: the columns of each group begin at the next multiple of
+ * 128, and columns that hold no row are zero. The ends must ascend within 0..m. They are not checked, but no
+ * value of theirs makes a kernel leave the buffers. */
 FP4GEMM_API fp4gemm_status_t fp4gemm_mxfp8_quantize(const fp4gemm_mxfp8_args_t* args, int device,
                                                     fp4gemm_stream_t stream);
 
-/* y = cast(value * scale). */
+/* y = cast(value * scale). Rows outside of all groups become zero. */
 FP4GEMM_API fp4gemm_status_t fp4gemm_mxfp8_dequantize(const fp4gemm_mxfp8_args_t* args, int device,
                                                       fp4gemm_stream_t stream);
 

@@ -290,6 +290,9 @@ fp4gemm_status_t check_mxfp8(fp4gemm_mxfp8_args_t const* args) {
   FP4GEMM_TRY(check_enum("fp8", args->fp8, FP4GEMM_E5M2, "FP4GEMM_E4M3 or FP4GEMM_E5M2"));
   FP4GEMM_TRY(check_flag("is_transposed", args->is_transposed));
   FP4GEMM_TRY(check_flag("scales_are_compact", args->scales_are_compact));
+  FP4GEMM_TRY(check_groups(args->offs, args->num_groups));
+  FP4GEMM_CHECK(args->offs == nullptr || args->scales_are_compact == 0,
+                "scales_are_compact: is %d, must be 0 for groups", args->scales_are_compact);
   FP4GEMM_TRY(check_buffer("values", args->values, args->m * args->k));
   return check_buffer("scales", args->scales, args->m * args->k / 32, args->scales_are_compact != 0 ? 1 : 16);
 }
@@ -297,7 +300,7 @@ fp4gemm_status_t check_mxfp8(fp4gemm_mxfp8_args_t const* args) {
 fp4gemm_status_t mxfp8_quantize(fp4gemm_mxfp8_args_t const* args, int device, fp4gemm_stream_t stream) {
   FP4GEMM_TRY(check_mxfp8(args));
   FP4GEMM_TRY(check_input(args->m, args->k, args->x, args->x_row_stride, args->k, args->dtype));
-  if (args->is_transposed != 0) {
+  if (args->is_transposed != 0 && args->offs == nullptr) {
     FP4GEMM_TRY(check_size("m", args->m, Rules::kMxfp8K, Rules::kMxfp8K));
   }
   return on_device(device, [&](DeviceProperties const&) { return launch_mxfp8_quantize(*args, stream); });

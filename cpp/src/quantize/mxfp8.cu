@@ -1,10 +1,12 @@
-// MXFP8: blocks of 32 fp8 elements with one power-of-two scale, quantized and dequantized.
+// MXFP8: blocks of 32 fp8 elements with one power-of-two scale, quantized, dequantized, and decoded for
+// products of fp16 operands.
 #include <cuda/std/type_traits>
 
 #include "error.hpp"
 #include "for_type.cuh"
 #include "quantize/convert.cuh"
 #include "quantize/grid.hpp"
+#include "quantize/groups.cuh"
 #include "quantize/numerics.cuh"
 #include "quantize/quantize.hpp"
 
@@ -23,8 +25,23 @@ struct Mxfp8Params {
   uint8_t* values;
   uint8_t* scales;
   bool scales_are_compact;
-  unsigned first_cta = 0;  // mxfp8_quantize_*: CTAs of the launches before, along the dimension that m sets
+  Groups groups;            // of rows of x or y
+  int64_t grouped_columns;  // of x^T, with groups
+  unsigned first_cta = 0;   // mxfp8_quantize_*: CTAs of the launches before, along the dimension that m sets
 };
+
+/// A row of the swizzled scales of groups: the row of x that it belongs to, or -1 where it is padding. Row
+/// `padded` may in addition stand for a row `outside`, one of those behind the last group; else that is -1.
+/// All lanes of a warp must call it with the same row.
+struct GroupedRow {
+  int64_t row, outside;
+};
+__device__ inline GroupedRow find_row(Groups const& groups, int64_t m, int64_t padded) {
+  TileRows const rows = find_tile(groups, m, padded / kScaleTileRows);
+  int64_t const in_tile = padded % kScaleTileRows;
+  int64_t const outside = clamp_row(load_after_wait(groups.offs + groups.num - 1), m) + padded;
+  return {in_tile < rows.count ? rows.first + in_tile : -1, outside < m ? outside : -1};
+}
 
 /// The offset of the scale of a block in a matrix with `columns` blocks in a row.
 __device__ inline int64_t mx_scale_offset(int64_t row, int block, int columns, bool is_compact) {
@@ -71,19 +88,23 @@ __device__ inline uint8_t quantize_mx_block(float const (&x)[kMxBlock], Chunk<ui
   return scale;
 }
 
-/// Quantizes along k, with a CTA for each row of x or of the padding of the scales.
+/// Quantizes along k, with a CTA for each row of x or of the padding of the scales. With groups, the values
+/// of rows behind the last one are zero.
 ///
 /// @tparam T The type of x.
 /// @tparam kFp8 The fp8 format of the result.
 template <class T, __nv_fp8_interpretation_t kFp8>
 __global__ void __launch_bounds__(kThreads) mxfp8_quantize_rows(Mxfp8Params p) {
-  int64_t const row =
+  int64_t const padded =
       p.first_cta + blockIdx.x;  // up to 2^31, the padding included: in 32 bits without a sign
+  bool const grouped = p.groups.offs != nullptr;
+  GroupedRow const found = grouped ? find_row(p.groups, p.m, padded) : GroupedRow{padded, -1};
+  int64_t const row = found.row;
   int const num_blocks = static_cast<int>(p.k / kMxBlock);
   int const num_scales = p.scales_are_compact ? num_blocks : kScaleWord * num_words_of(num_blocks);
   for (int block = static_cast<int>(threadIdx.x); block < num_scales; block += kThreads) {
     uint8_t scale = 0;
-    if (row < p.m && block < num_blocks) {
+    if (row >= 0 && row < p.m && block < num_blocks) {
       auto const* const vectors = reinterpret_cast<Chunk<T, 16 / sizeof(T)> const*>(
           static_cast<T const*>(p.x) + row * p.x_row_stride + int64_t{block} * kMxBlock);
       float x[kMxBlock];
@@ -100,24 +121,35 @@ __global__ void __launch_bounds__(kThreads) mxfp8_quantize_rows(Mxfp8Params p) {
       scale = quantize_mx_block<kFp8>(x, values);
       reinterpret_cast<Chunk<uint8_t, kMxBlock>*>(p.values)[row * num_blocks + block] = values;
     }
-    p.scales[mx_scale_offset(row, block, num_blocks, p.scales_are_compact)] = scale;
+    if (found.outside >= 0 && block < num_blocks) {
+      reinterpret_cast<Chunk<uint8_t, kMxBlock>*>(p.values)[found.outside * num_blocks + block] = {};
+    }
+    p.scales[mx_scale_offset(padded, block, num_blocks, p.scales_are_compact)] = scale;
   }
 }
 
 /// Quantizes along m into x^T, with a CTA for each 32 columns by 128 rows of x. A thread quantizes 32 rows of
-/// a column, which is a block of x^T. Template parameters: as above.
+/// a column, which is a block of x^T. With groups, each begins at a multiple of 128 columns of x^T, those of
+/// the rows of a CTA; columns that hold no row are zero. Template parameters: as above.
 template <class T, __nv_fp8_interpretation_t kFp8>
 __global__ void __launch_bounds__(kThreads) mxfp8_quantize_columns(Mxfp8Params p) {
   int64_t const column = int64_t{blockIdx.x} * 32 + threadIdx.x % 32;
-  int const block = static_cast<int>((p.first_cta + blockIdx.y) * 4 + threadIdx.x / 32);
-  int const num_blocks = static_cast<int>(p.m / kMxBlock);
+  unsigned const tile = p.first_cta + blockIdx.y;
+  int const in_tile = static_cast<int>(threadIdx.x / 32) * kMxBlock;
+  int const block = static_cast<int>(tile * 4 + threadIdx.x / 32);
+  bool const grouped = p.groups.offs != nullptr;
+  int64_t const columns = grouped ? p.grouped_columns : p.m;  // of x^T
+  int const num_blocks = static_cast<int>(columns / kMxBlock);
+  TileRows const rows =
+      grouped ? find_tile(p.groups, p.m, tile)
+              : TileRows{int64_t{tile} * kScaleTileRows, p.m - int64_t{tile} * kScaleTileRows, 0, 0};
   uint8_t scale = 0;
   if (column < p.k && block < num_blocks) {
-    T const* const first = static_cast<T const*>(p.x) + int64_t{block} * kMxBlock * p.x_row_stride + column;
+    T const* const first = static_cast<T const*>(p.x) + (rows.first + in_tile) * p.x_row_stride + column;
     float x[kMxBlock];
 #pragma unroll
     for (int i = 0; i < kMxBlock; ++i) {
-      x[i] = static_cast<float>(first[i * p.x_row_stride]);
+      x[i] = in_tile + i < rows.count ? static_cast<float>(first[i * p.x_row_stride]) : 0.0f;
     }
     Chunk<uint8_t, kMxBlock> values;
     scale = quantize_mx_block<kFp8>(x, values);
@@ -130,19 +162,29 @@ __global__ void __launch_bounds__(kThreads) mxfp8_quantize_columns(Mxfp8Params p
 
 constexpr int kMxChunk = 8;  // elements that a thread of mxfp8_dequantize converts at a time
 
-/// Dequantizes, with a CTA for each row.
+/// Dequantizes, with a CTA for each row, or with groups for each row of the scales. Rows behind the last
+/// group are zero.
 ///
 /// @tparam T The type of the result.
 /// @tparam kFp8 The fp8 format of the values.
 template <class T, __nv_fp8_interpretation_t kFp8>
 __global__ void __launch_bounds__(kThreads) mxfp8_dequantize(Mxfp8Params p) {
-  int64_t const row = blockIdx.x;
+  int64_t const padded = p.first_cta + blockIdx.x;
+  GroupedRow const found =
+      p.groups.offs != nullptr ? find_row(p.groups, p.m, padded) : GroupedRow{padded, -1};
+  int64_t const row = found.row;
   int const num_blocks = static_cast<int>(p.k / kMxBlock);
   int const num_chunks = static_cast<int>(p.k / kMxChunk);
   for (int chunk = static_cast<int>(threadIdx.x); chunk < num_chunks; chunk += kThreads) {
+    if (found.outside >= 0) {
+      static_cast<Chunk<T, kMxChunk>*>(p.y)[found.outside * num_chunks + chunk] = {};
+    }
+    if (row < 0) {
+      continue;
+    }
     auto const values = reinterpret_cast<Chunk<uint8_t, kMxChunk> const*>(p.values)[row * num_chunks + chunk];
     float const scale = e8m0_to_float(
-        p.scales[mx_scale_offset(row, chunk * kMxChunk / kMxBlock, num_blocks, p.scales_are_compact)]);
+        p.scales[mx_scale_offset(padded, chunk * kMxChunk / kMxBlock, num_blocks, p.scales_are_compact)]);
     Chunk<T, kMxChunk> result;
 #pragma unroll
     for (int i = 0; i < kMxChunk; ++i) {
@@ -153,9 +195,78 @@ __global__ void __launch_bounds__(kThreads) mxfp8_dequantize(Mxfp8Params p) {
   }
 }
 
+constexpr int kWarps = kThreads / 32;  // of a CTA of mxfp8_decode, which decode a row each
+// The largest scale of a row becomes 2^7, so that 448 becomes 57344, which fp16 holds.
+constexpr int kLargestExponent = 7;
+
+/// See Mxfp8DecodeJob. Warps count the rows of the scales.
+__global__ void __launch_bounds__(kThreads) mxfp8_decode(__grid_constant__ Mxfp8DecodeJob const job) {
+  int const lane = static_cast<int>(threadIdx.x % 32);
+  int64_t const padded = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32;
+  int64_t row = -1;
+  int64_t matrix = 0;
+  if (job.offs != nullptr) {
+    row = find_row({job.offs, job.num_groups}, job.rows, padded).row;
+  } else {
+    int64_t const padded_rows = ceil_div(job.rows_per_matrix, kScaleTileRows) * kScaleTileRows;
+    matrix = padded / padded_rows;
+    int64_t const in_matrix = padded % padded_rows;
+    row = in_matrix < job.rows_per_matrix ? matrix * job.rows_per_matrix + in_matrix : -1;
+  }
+  if (row < 0 || row >= job.rows) {
+    return;
+  }
+  auto const num_blocks = static_cast<int>(job.k / kMxBlock);
+  auto const scale_of = [&](int block) {
+    return static_cast<int>(job.scales[mx_scale_offset(padded, block, num_blocks, /*is_compact=*/false)]);
+  };
+  int largest = 0;
+  for (int block = lane; block < num_blocks; block += 32) {
+    int const scale = scale_of(block);
+    largest = scale == 255 ? largest : max(largest, scale);
+  }
+  largest = __reduce_max_sync(0xFFFFFFFFu, largest);
+
+  constexpr int kHalves = 2;  // chunks of a block
+  using Values = Chunk<uint8_t, kMxBlock / kHalves>;
+  using Decoded = Chunk<__half, kMxBlock / kHalves>;
+  for (int chunk = lane; chunk < num_blocks * kHalves; chunk += 32) {
+    Values const values = reinterpret_cast<Values const*>(job.values)[row * num_blocks * kHalves + chunk];
+    int const scale = scale_of(chunk / kHalves);
+    // From 2^-120 on values times factors are far below what fp16 holds.
+    float const factor =
+        e8m0_to_float(scale == 255 ? 255 : max(scale - largest + kLargestExponent, -120) + 127);
+    Decoded decoded;
+#pragma unroll
+    for (int i = 0; i < kMxBlock / kHalves; ++i) {
+      float const value = __half2float(__half(__nv_cvt_fp8_to_halfraw(values.elements[i], __NV_E4M3)));
+      decoded.elements[i] = __float2half_rn(__fmul_rn(value, factor));
+    }
+    static_cast<Decoded*>(job.y)[row * num_blocks * kHalves + chunk] = decoded;
+  }
+
+  int const exponent = largest - 127 - kLargestExponent;  // from -134 on, which is subnormal
+  float const power = __uint_as_float(exponent >= -126 ? static_cast<uint32_t>(exponent + 127) << 23
+                                                       : 1u << (exponent + 149));
+  int64_t const in_matrix = job.offs != nullptr ? row : row - matrix * job.rows_per_matrix;
+  for (int v = lane; v < job.num_given; v += 32) {
+    float const given =
+        job.given.data == nullptr ? 1.0f : *job.given.at(static_cast<int>(matrix) + v, in_matrix);
+    job.factors[v * job.rows + row] = __fmul_rn(power, given);
+  }
+}
+
 Mxfp8Params params_of(fp4gemm_mxfp8_args_t const& args) {
-  return {args.x, args.x_row_stride, args.y,      args.m,
-          args.k, args.values,       args.scales, args.scales_are_compact != 0};
+  return {args.x,
+          args.x_row_stride,
+          args.y,
+          args.m,
+          args.k,
+          args.values,
+          args.scales,
+          args.scales_are_compact != 0,
+          {args.offs, args.num_groups},
+          args.offs != nullptr ? fp4gemm_grouped_scale_rows(args.m, args.num_groups) : 0};
 }
 
 /// Calls launch(T{}, fp8) for the type of x or y and the fp8 format as an integral_constant.
@@ -182,12 +293,14 @@ fp4gemm_status_t launch_mxfp8_quantize(fp4gemm_mxfp8_args_t const& args, fp4gemm
     if (args.is_transposed != 0) {
       // Whole tiles of 128 x 4 scales.
       auto const width = static_cast<unsigned>(scale_rows_of(args.k) / 32);
-      for_grid_parts(ceil_div(args.m, 4 * kMxBlock), kMaxGridY, [&](int64_t first, unsigned count) {
+      int64_t const rows = args.offs != nullptr ? params.grouped_columns : args.m;
+      for_grid_parts(ceil_div(rows, 4 * kMxBlock), kMaxGridY, [&](int64_t first, unsigned count) {
         params.first_cta = static_cast<unsigned>(first);
         mxfp8_quantize_columns<T, decltype(fp8)::value><<<dim3(width, count), kThreads, 0, stream>>>(params);
       });
     } else {
-      int64_t const rows = args.scales_are_compact != 0 ? args.m : scale_rows_of(args.m);
+      int64_t const rows =
+          args.scales_are_compact != 0 ? args.m : scale_rows_of(args.m, args.offs, args.num_groups);
       for_grid_parts(rows, kMaxGridX, [&](int64_t first, unsigned count) {
         params.first_cta = static_cast<unsigned>(first);
         mxfp8_quantize_rows<T, decltype(fp8)::value><<<count, kThreads, 0, stream>>>(params);
@@ -202,11 +315,27 @@ fp4gemm_status_t launch_mxfp8_dequantize(fp4gemm_mxfp8_args_t const& args, fp4ge
   if (args.m == 0) {
     return FP4GEMM_SUCCESS;
   }
-  Mxfp8Params const params = params_of(args);
+  Mxfp8Params params = params_of(args);
+  int64_t const rows = args.offs != nullptr ? fp4gemm_grouped_scale_rows(args.m, args.num_groups) : args.m;
   for_types(args, [&](auto type, auto fp8) {
-    mxfp8_dequantize<decltype(type), decltype(fp8)::value>
-        <<<static_cast<unsigned>(args.m), kThreads, 0, stream>>>(params);
+    for_grid_parts(rows, kMaxGridX, [&](int64_t first, unsigned count) {
+      params.first_cta = static_cast<unsigned>(first);
+      mxfp8_dequantize<decltype(type), decltype(fp8)::value><<<count, kThreads, 0, stream>>>(params);
+    });
   });
+  FP4GEMM_CUDA(cudaGetLastError());
+  return FP4GEMM_SUCCESS;
+}
+
+fp4gemm_status_t launch_mxfp8_decode(Mxfp8DecodeJob const& job, fp4gemm_stream_t stream) {
+  if (job.rows == 0) {
+    return FP4GEMM_SUCCESS;
+  }
+  int64_t const rows = job.offs != nullptr
+                           ? fp4gemm_grouped_scale_rows(job.rows, job.num_groups)
+                           : job.rows / job.rows_per_matrix * scale_rows_of(job.rows_per_matrix);
+  FP4GEMM_TRY(check_grid("mxfp8_decode", rows / kWarps));
+  mxfp8_decode<<<static_cast<unsigned>(rows / kWarps), kThreads, 0, stream>>>(job);
   FP4GEMM_CUDA(cudaGetLastError());
   return FP4GEMM_SUCCESS;
 }

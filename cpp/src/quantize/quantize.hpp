@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "cutlass_evt/epilogue/arguments.hpp"
 #include "device.hpp"
 #include "fp4gemm/fp4gemm.h"
 #include "quantize/sizes.hpp"
@@ -30,6 +31,28 @@ fp4gemm_status_t launch_dequantize(fp4gemm_dequantize_args_t const& args, Device
 fp4gemm_status_t launch_mxfp8_quantize(fp4gemm_mxfp8_args_t const& args, fp4gemm_stream_t stream);
 
 fp4gemm_status_t launch_mxfp8_dequantize(fp4gemm_mxfp8_args_t const& args, fp4gemm_stream_t stream);
+
+/// An MXFP8 operand in e4m3 to decode for a product of fp16 operands: one matrix, groups of rows, or a stack
+/// of matrices. Row r becomes y (rows, k) = fp16(value * scale / 2^p), and its factor is 2^p, where 2^p is
+/// 2^-7 times the largest scale of the row that is no NaN. This is exact where no scale of a value that is
+/// not zero is below that by more than 2^22; what lies below is rounded to a multiple of 2^-24.
+struct Mxfp8DecodeJob {
+  int64_t rows = 0;
+  int64_t k = 0;
+  uint8_t const* values = nullptr;
+  uint8_t const* scales = nullptr;  // swizzled
+  void* y = nullptr;
+  int32_t const* offs = nullptr;  // as in DecodeJob
+  int num_groups = 0;
+  int64_t rows_per_matrix = 0;  // of a stack; `rows` of one matrix
+  /// What a factor is multiplied by: a vector or one number for each matrix, or num_given of them for the one
+  /// matrix; data null: 1.
+  cutlass_evt::EpilogueVector given;
+  int num_given = 1;
+  float* factors = nullptr;  // out (num_given, rows)
+};
+
+fp4gemm_status_t launch_mxfp8_decode(Mxfp8DecodeJob const& job, fp4gemm_stream_t stream);
 
 /// An operand to decode, y (rows, k) fp16 = e2m1 value * block scale: one matrix, groups of rows, or a stack
 /// of matrices.

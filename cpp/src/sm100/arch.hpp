@@ -9,7 +9,8 @@
   LIST(dense_m128)                \
   LIST(grouped_m256)              \
   LIST(grouped_m128)              \
-  LIST(swapped)
+  LIST(swapped)                   \
+  LIST(mxfp8)
 
 namespace fp4gemm::sm100 {
 

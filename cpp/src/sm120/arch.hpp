@@ -10,7 +10,8 @@
   LIST(grouped)                   \
   LIST(swapped)                   \
   LIST(prepacked_fp16)            \
-  LIST(prepacked_bf16)
+  LIST(prepacked_bf16)            \
+  LIST(mxfp8)
 
 namespace fp4gemm::sm120 {
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import _checks
+from .._formats import MXFP8
 from ..layout import grouped_scale_rows
 from ..ops import options as option_checks
 
@@ -15,6 +16,7 @@ __all__ = [
     "compact_scales",
     "decoded",
     "fp8",
+    "mxfp8",
     "nvfp4",
     "options",
     "prepacked",
@@ -73,6 +75,46 @@ def fp8(data: object, amax: object, offs: object) -> None:
     _checks.exact_vector("amax", amax, x.shape[0], torch.float32, x.device, "data", "fp4gemm.mm")
     if offs is not None:
         _checks.group_ends(offs, x.device, "data")
+
+
+def mxfp8(values: object, scales: object, swizzled: object, offs: object, offs_dim: object) -> Tensor:
+    """Return the scales as float8_e8m0fnu; raise unless all fields fit."""
+    x = _checks.is_tensor("values", values)
+    _checks.has_dtype("values", x, _checks.FP8_DTYPES)
+    is_stack, group_rows = x.dim() == 3, None
+    _checks.is_bool("swizzled", swizzled)
+    _checks.is_one_of("offs_dim", offs_dim, (0, 1))
+    if offs is None and offs_dim != 0:
+        raise ValueError(f"offs_dim: got {offs_dim}, must be 0 without offs")
+    if swizzled is False and (is_stack or offs is not None):
+        raise ValueError("swizzled: got False, must be True of a stack and with offs")
+    if is_stack:
+        no_groups("values of rank 3", offs)
+    else:
+        _checks.has_rank("values", x, 2, "(m, k), or (g, n, k) of a stack")
+    if offs is not None and offs_dim == 1:
+        _checks.ragged_columns("values", x, 1, MXFP8.group_columns)
+    else:
+        _checks.is_multiple("values", "k", x.shape[-1], MXFP8.block)
+    _checks.is_contiguous("values", x)
+    _checks.is_aligned("values", x)
+    m, k = x.shape[-2:]
+    if offs is not None:
+        ends = _checks.group_ends(offs, x.device, "values")
+        if offs_dim == 0:
+            group_rows = grouped_scale_rows(m, ends.shape[0])
+    s = _checks.is_tensor("scales", scales)
+    _checks.has_dtype("scales", s, MXFP8.scale_dtypes)
+    wanted = _checks.mxfp8_scale_shape(m if group_rows is None else group_rows, k, bool(swizzled))
+    form = "swizzled" if swizzled else "compact"
+    lead = (x.shape[0],) if is_stack else ()
+    why = f", the {form} shape for values of {tuple(x.shape)}"
+    _checks.has_shape("scales", s, (*lead, *wanted), why)
+    _checks.same_device("scales", s, x.device, "values")
+    _checks.is_contiguous("scales", s)
+    if swizzled:
+        _checks.is_aligned("scales", s)
+    return _checks.as_scales(s, MXFP8)
 
 
 def prepacked(data: object, amax: object, shape: object) -> None:

@@ -4,6 +4,9 @@ A value is an e2m1 number times a block scale of 1/2 to 4: a multiple of 1/4 up 
 320 products is then a multiple of 1/16 below 2^18, which float32 holds exactly, so that kernels and the
 reference agree in every bit.
 
+MXFP8 values have magnitudes from 1/2 to 15/8 and 4 significant bits, and scales of 1/2 to 2. A sum is then a
+multiple of 2^-10 below 2^13.
+
 The FP8 tensor cores of Hopper add with fewer bits. So FP8 tokens are zero but for four elements of a row, 1
 or -1; a sum is then a multiple of 1/32 below 16, which needs nine bits.
 """
@@ -17,6 +20,7 @@ import torch
 from torch import Tensor
 
 from .. import activations, layout
+from .._formats import MXFP8
 from ..kernel_table import KernelInfo, kernel_by_name
 from ..ops import gemm as gemm_ops
 from ..ops import operators
@@ -93,7 +97,7 @@ def problems() -> list[Problem]:
     made += _with_terms("ragged m", operands, shape, gen)
     made += _prepacked("ragged m", operands, values, shape, gen)
     made += _with_terms("ragged k", *_ragged_k(gen), gen)
-    return made + _fp8(gen) + _one_hot(gen)
+    return made + _fp8(gen) + _one_hot(gen) + _mxfp8(gen)
 
 
 def _fp8(gen: torch.Generator) -> list[Problem]:
@@ -114,6 +118,47 @@ def _fp8(gen: torch.Generator) -> list[Problem]:
         fast = {"use_fast_accum": True}
         made.append(Problem(f"{full_name}, fast accumulation", operands, shape, fast, True))
     return made
+
+
+def _mxfp8(gen: torch.Generator) -> list[Problem]:
+    """The products of two MXFP8 operands, dense and with groups."""
+    made = []
+    for m, n, k in DENSE:
+        (a, scale_a), (b, scale_b) = _mxfp8_matrix(m, k, gen), _mxfp8_matrix(n, k, gen)
+        operands = GemmCall(a, b, layout.swizzle_scales(scale_a), layout.swizzle_scales(scale_b))
+        made += _with_terms(f"{m}x{n}x{k}, MXFP8", operands, (m, n), gen)
+    n, k = RAGGED_M
+    m = sum(SIZES) + LOOSE_ROWS
+    a, scale_a = _mxfp8_matrix(m, k, gen)
+    weights = [_mxfp8_matrix(n, k, gen) for _ in SIZES]
+    values, scales = (torch.stack([w[i].view(torch.uint8) for w in weights]) for i in (0, 1))
+    swizzled = torch.stack([layout.swizzle_scales(part) for part in scales]).view(scale_a.dtype)
+    operands = GemmCall(a, values.view(a.dtype), _spread(scale_a, m), swizzled, _ends())
+    made += _with_terms("ragged m, MXFP8", operands, (m, n), gen)
+    m, n = RAGGED_K
+    step = MXFP8.group_columns
+    taken = torch.zeros(sum(-(-size // step) * step for size in SIZES) + step, dtype=torch.bool)
+    begin = 0
+    for size in SIZES:
+        taken[begin : begin + size] = True
+        begin += -(-size // step) * step
+    both = []
+    for rows in (m, n):
+        data, block_scales = _mxfp8_matrix(rows, len(taken), gen)
+        data.view(torch.uint8)[:, ~taken] = 0
+        both.append((data, layout.swizzle_scales(block_scales)))
+    (a, scale_a), (b, scale_b) = both
+    call = GemmCall(a, b, scale_a, scale_b, _ends())
+    return made + _with_terms("ragged k, MXFP8", call, (len(SIZES), m, n), gen)
+
+
+def _mxfp8_matrix(rows: int, k: int, gen: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Random MXFP8 values (rows, k) and row-major scales (rows, k/32)."""
+    sign_and_mantissa = torch.randint(0, 16, (rows, k), generator=gen)
+    exponent = torch.randint(6, 8, (rows, k), generator=gen)
+    values = (sign_and_mantissa & 8) << 4 | exponent << 3 | sign_and_mantissa & 7
+    scales = torch.randint(126, 129, (rows, k // MXFP8.block), generator=gen)
+    return values.to(torch.uint8).view(gemm_ops.FP8), scales.to(torch.uint8).view(torch.float8_e8m0fnu)
 
 
 def _tokens(m: int, k: int, gen: torch.Generator) -> Tensor:
@@ -225,13 +270,18 @@ def _ragged_m(gen: torch.Generator) -> tuple[GemmCall, Tensor, tuple[int, ...]]:
     n, k = RAGGED_M
     m = sum(SIZES) + LOOSE_ROWS
     codes, scales = _matrix(m, k, gen)
+    b, scale_b = _stack(n, k, gen)
+    operands = GemmCall(codes, b, _spread(scales, m), scale_b, _ends())
+    return operands, _values(codes, scales), (m, n)
+
+
+def _spread(scales: Tensor, m: int) -> Tensor:
+    """The swizzled scales of m rows in groups, each at a multiple of 128 rows."""
     parts = [layout.swizzle_scales(part) for part in scales[: sum(SIZES)].split(SIZES)]
     grouped = torch.zeros((layout.grouped_scale_rows(m, len(SIZES)), parts[0].shape[1]), dtype=torch.uint8)
     used = torch.cat([part.view(torch.uint8) for part in parts])
     grouped[: used.shape[0]] = used
-    b, scale_b = _stack(n, k, gen)
-    operands = GemmCall(codes, b, grouped.view(torch.float8_e4m3fn), scale_b, _ends())
-    return operands, _values(codes, scales), (m, n)
+    return grouped.view(scales.dtype)
 
 
 def _stack(n: int, k: int, gen: torch.Generator) -> tuple[Tensor, Tensor]:

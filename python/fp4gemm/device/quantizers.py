@@ -89,6 +89,13 @@ def _mxfp8(device: torch.device) -> Any:
     return values, scales, operators.mxfp8_dequantize(values, scales, torch.float32, True).nan_to_num()
 
 
+def _mxfp8_groups(device: torch.device) -> Any:
+    x, ends = _input(torch.bfloat16, device, 160), _ends(device)
+    values, scales = operators.mxfp8_quantize(x, -1, torch.float8_e4m3fn, True, ends)
+    y = operators.mxfp8_dequantize(values, scales, torch.float32, True, ends).nan_to_num()
+    return values, scales, y, *operators.mxfp8_quantize(x, 0, torch.float8_e4m3fn, True, ends)
+
+
 _BF16 = torch.bfloat16
 _CALLS: dict[str, Call] = {
     "quantize, rows, bfloat16": _cast(_BF16, True),
@@ -121,4 +128,5 @@ _CALLS: dict[str, Call] = {
     "rms_norm_quantize_fp8": _norm_fp8,
     "prepack, decode, dequantize": _packed,
     "mxfp8": _mxfp8,
+    "mxfp8, groups": _mxfp8_groups,
 }

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from .. import _checks, activations, layout, support
 from .._checks import FLOAT_DTYPES, describe, has_dtype, has_shape, is_contiguous, listing, same_device
+from .._formats import MXFP8, format_of, has_block_scales
 from ..activations import Activation
 from ..reference.chunks import fp32, row_chunks
 from ..reference.epilogue import ALPHA, ALPHA_FP8, ALPHA_UNQUANTIZED, Epilogue, Terms
@@ -35,7 +36,7 @@ _DECODED_ELEMS = 1 << 18
 
 _OPERAND_DTYPES = (*_checks.CODE_DTYPES, torch.float16)
 PLAIN = (torch.float16, torch.bfloat16)  # operands that are not packed codes; only a can be bfloat16
-FP8 = torch.float8_e4m3fn  # tokens with one scale for each row; only a
+FP8 = torch.float8_e4m3fn  # tokens with one scale for each row, only a; or MXFP8, which has block scales
 _VALUES = (*PLAIN, FP8)
 
 
@@ -98,20 +99,32 @@ def _accepts_out(function: Callable[[GemmCall, Tensor], None]) -> Callable[..., 
 def operand(name: str, x: object, scale: object) -> tuple[Tensor, Tensor | None]:
     """Check an operand of a dense GEMM and return (data, scales).
 
-    The data are codes with scales, or float16 values, or bfloat16 values or FP8 tokens for a; values have no
-    scales.
+    The data are codes or MXFP8 values with scales, or float16 values, or bfloat16 values or FP8 tokens for a;
+    these have no scales.
     """
     data = _checks.is_tensor(name, x)
-    has_dtype(name, data, (*_checks.CODE_DTYPES, *_VALUES) if name == "a" else _OPERAND_DTYPES)
+    has_dtype(name, data, _dtypes(name, scale))
     if data.dim() == 2 and not data.is_contiguous() and data.t().is_contiguous():
         rows = "m" if name == "a" else "n"
         raise ValueError(
             f"{name}: strides are {data.stride()} for shape {tuple(data.shape)}, must be contiguous with k "
             f"along the last dimension, ({rows}, k) or codes ({rows}, k/2): pass {name} without .T"
         )
-    if data.dtype not in _VALUES:
-        return _checks.packed_operand(name, data, f"scale_{name}", scale)
+    if _has_scales(data, scale):
+        return _checks.packed_operand(name, data, f"scale_{name}", scale, format_of(data))
     return _values_operand(name, data, scale), None
+
+
+def _dtypes(name: str, scale: object) -> tuple[torch.dtype, ...]:
+    """The dtypes that an operand may have, beside scales or without."""
+    if name == "a":
+        return (*_checks.CODE_DTYPES, *_VALUES)
+    return _OPERAND_DTYPES if scale is None else (*_OPERAND_DTYPES, *MXFP8.data_dtypes)
+
+
+def _has_scales(data: Tensor, scale: object) -> bool:
+    """Whether data of an allowed dtype are codes or MXFP8 values; a scale beside other values is refused."""
+    return has_block_scales(data, scale) and data.dtype not in PLAIN
 
 
 def _values_operand(name: str, data: Tensor, scale: object) -> Tensor:
@@ -123,6 +136,16 @@ def _values_operand(name: str, data: Tensor, scale: object) -> Tensor:
 def is_plain(a: object) -> TypeGuard[Tensor]:
     """Return whether a is a bfloat16 or float16 tensor and not a container."""
     return isinstance(a, Tensor) and a.dtype in PLAIN
+
+
+def same_format(a: Tensor, b: Tensor, names: tuple[str, str] = ("a", "b")) -> None:
+    """Raise TypeError unless a and b, of which one is MXFP8, both have its dtype."""
+    if a.dtype is not b.dtype:
+        wrong, right = (1, 0) if a.dtype is FP8 else (0, 1)
+        raise TypeError(
+            f"{names[wrong]}: dtype is {(a, b)[wrong].dtype}, must be {FP8} with float8_e8m0fnu scales "
+            f"(MXFP8) as {names[right]}"
+        )
 
 
 def beside(a: Tensor, b: Tensor, names: tuple[str, str] = ("a", "b")) -> None:
@@ -152,15 +175,19 @@ _FORMATS = {torch.bfloat16: "bf16", torch.float16: "fp16", FP8: "e4m3"}
 
 def formats(a: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, b_rows: int) -> tuple[str, str]:
     """Return the formats (kernel_table.FORMATS) of checked operands a and b."""
-    format_a = "nvfp4" if scale_a is not None else _FORMATS[a.dtype]
+    format_a = format_of(a).name if scale_a is not None else _FORMATS[a.dtype]
     if b_rows:
         return format_a, "prepacked_fp8" if a.dtype is FP8 else "prepacked"
-    return format_a, "fp16" if scale_b is None else "nvfp4"
+    return format_a, "fp16" if scale_b is None else "mxfp8" if format_a == "mxfp8" else "nvfp4"
 
 
 def prepacked(call: GemmCall, k: int) -> None:
     """Raise unless b has the bytes of prepacked (b_rows, k) weights: (bytes,), or (g, bytes) with offs."""
-    b, n, fp8 = call.b, call.b_rows, call.a.dtype is FP8
+    b, n, fp8 = call.b, call.b_rows, is_tokens(call)
+    if call.scale_a is not None and call.a.dtype is FP8:
+        raise TypeError(
+            "b_rows: b is prepacked, must be MXFP8 as a: float8_e4m3fn with float8_e8m0fnu scales"
+        )
     if call.scale_b is not None:
         raise ValueError(f"scale_b: got {describe(call.scale_b)}, must be None because b is prepacked")
     _checks.prepacked_order("b", b, fp8)
@@ -172,6 +199,11 @@ def prepacked(call: GemmCall, k: int) -> None:
         )
     is_contiguous("b", b)
     _checks.is_aligned("b", b)
+
+
+def is_tokens(call: GemmCall) -> bool:
+    """Return whether a has FP8 tokens; MXFP8, which has the same dtype, has scales."""
+    return call.a.dtype is FP8 and call.scale_a is None
 
 
 def is_ragged_k(call: GemmCall) -> bool:
@@ -188,12 +220,25 @@ def checked_operands(call: GemmCall) -> GemmCall:
         a, scale_a = operand("a", call.a, call.scale_a)
         b, scale_b = operand("b", call.b, call.scale_b)
         same_device("b", b, a.device, "a")
-        beside(a, b)
+        _match(a, scale_a, b, scale_b)
         if a is call.a and b is call.b and scale_a is call.scale_a and scale_b is call.scale_b:
             return call
         return call._replace(a=a, b=b, scale_a=scale_a, scale_b=scale_b)
     a, b, scale_a, scale_b, offs = grouped_operands(call)
     return call._replace(a=a, b=b, scale_a=scale_a, scale_b=scale_b, offs=offs)
+
+
+def _match(a: Tensor, scale_a: Tensor | None, b: Tensor, scale_b: Tensor | None) -> None:
+    """Raise TypeError unless a kernel multiplies the formats of a and b."""
+    if (scale_a is not None and a.dtype is FP8) or (scale_b is not None and b.dtype is FP8):
+        if scale_a is None or scale_b is None:
+            which = "a" if scale_a is None else "b"
+            raise TypeError(
+                f"scale_{which}: got None, must be float8_e8m0fnu scales: both operands must be MXFP8"
+            )
+        same_format(a, b)
+    else:
+        beside(a, b)
 
 
 def checked_shape(call: GemmCall, out_dtype: torch.dtype) -> tuple[int, ...]:
@@ -383,50 +428,53 @@ def grouped_operands(call: GemmCall) -> tuple[Tensor, Tensor, Tensor | None, Ten
         checked_a, scales_a = _columns_operand("a", data_a, call.scale_a)
         checked_b, scales_b = _columns_operand("b", data_b, call.scale_b)
     same_device("b", checked_b, checked_a.device, "a")
-    beside(checked_a, checked_b)
+    _match(checked_a, scales_a, checked_b, scales_b)
     return checked_a, checked_b, scales_a, scales_b, ends
 
 
 def _rows_operand(a: Tensor, scale: object, num_groups: int) -> tuple[Tensor, Tensor | None]:
     """Check a (m, k) for ragged m; the scales of each group begin at a multiple of 128 rows."""
     has_dtype("a", a, (*_checks.CODE_DTYPES, *_VALUES))
-    if a.dtype in _VALUES:
+    if not _has_scales(a, scale):
         return _values_operand("a", a, scale), None
-    packed = _checks.codes("a", a)
+    form = format_of(a)
+    packed = _checks.codes("a", a, form)
     m, k = packed.shape[0], k_of(packed)
     rows = layout.grouped_scale_rows(m, num_groups)
-    return packed, _checks.scales("scale_a", scale, m, k, packed.device, "a", rows)
+    return packed, _checks.scales("scale_a", scale, m, k, packed.device, "a", rows, form)
 
 
 def _batched_operand(b: Tensor, scale: object, num_groups: int) -> tuple[Tensor, Tensor | None]:
     """Check b for ragged m: a matrix (n, k) for each group, with its own scales."""
-    has_dtype("b", b, _OPERAND_DTYPES)
+    has_dtype("b", b, _dtypes("b", scale))
     if b.shape[0] != num_groups:
         raise ValueError(
             f"b: shape is {tuple(b.shape)}, must be ({num_groups}, n, k), a matrix for each end of offs"
         )
     _, n, _ = b.shape
     k = k_of(b)
-    _checks.is_multiple("b", "k", k, _checks.BLOCK)
+    form = format_of(b)
+    _checks.is_multiple("b", "k", k, form.block)
     is_contiguous("b", b)
     _checks.is_aligned("b", b)
     _checks.no_grad("b", b, "fp4gemm.scaled_grouped_mm")
     if b.dtype is torch.float16:
         _scale_is_none("b", b, scale)
         return b, None
-    scales = _checks.stack_scales("scale_b", scale, num_groups, n, k, b.device, "b")
+    scales = _checks.stack_scales("scale_b", scale, num_groups, n, k, b.device, "b", form)
     return _checks.as_codes(b), scales
 
 
 def _columns_operand(name: str, x: Tensor, scale: object) -> tuple[Tensor, Tensor | None]:
-    """Check an operand (rows, k) of ragged k, whose groups start at multiples of 64; k may be 0."""
-    has_dtype(name, x, _OPERAND_DTYPES)
-    decoded = x.dtype is torch.float16
-    _checks.ragged_columns(name, x, 1 if decoded else 2)
-    if decoded:
+    """Check an operand (rows, k) of ragged k, whose groups start at tiles of scales; k may be 0."""
+    has_dtype(name, x, _dtypes("b", scale))
+    if x.dtype is torch.float16:
+        _checks.ragged_columns(name, x, 1)
         _scale_is_none(name, x, scale)
         return x, None
-    scales = _checks.scales(f"scale_{name}", scale, x.shape[0], k_of(x), x.device, name)
+    form = format_of(x)
+    _checks.ragged_columns(name, x, form.per_entry, form.group_columns)
+    scales = _checks.scales(f"scale_{name}", scale, x.shape[0], k_of(x), x.device, name, form=form)
     return _checks.as_codes(x), scales
 
 
@@ -484,8 +532,10 @@ def gemm(call: GemmCall) -> Tensor:
       exactly 0 without bias and c.
 
     Args:
-        a: codes uint8 (m, k/2) with scale_a; or float16, bfloat16 or, FP8 tokens, float8_e4m3fn (m, k) with
-            scale_a None. k of FP8 tokens is a multiple of 64.
+        a: codes uint8 (m, k/2) with scale_a; or MXFP8 values float8_e4m3fn (m, k) with scale_a; or float16,
+            bfloat16 or, FP8 tokens, float8_e4m3fn (m, k) with scale_a None. k of FP8 tokens is a multiple
+            of 64. If a is MXFP8, so is b; its scales are float8_e8m0fnu with k/32 in place of k/16, and the
+            groups of ragged k start at multiples of 128.
         b: codes uint8 (n, k/2), or (g, n, k/2) for ragged m, with scale_b; or float16 (n, k) or (g, n, k)
             with scale_b None; or the bytes of prepacked weights, (bytes,) or (g, bytes), with scale_b None
             and b_rows = n: int8 for FP8 tokens, uint8 for all others. Not float16 with FP8 tokens.
@@ -561,7 +611,7 @@ def checked(call: GemmCall) -> tuple[GemmCall, tuple[int, ...], Epilogue]:
     name, dtype = function_of(call), call.out_dtype
     _checks.is_float_dtype("out_dtype", dtype)
     _checks.is_bool("batch_invariant", call.batch_invariant)
-    _checks.fast_accum(call.use_fast_accum, call.a.dtype is FP8)
+    _checks.fast_accum(call.use_fast_accum, is_tokens(call))
     if call.kernel_name not in (None, _checks.CPU_KERNEL):
         raise ValueError(
             f"kernel_name: got {call.kernel_name!r}, must be None or {_checks.CPU_KERNEL!r} on the CPU"
@@ -592,7 +642,7 @@ def _unprepacked(call: GemmCall) -> GemmCall:
     _checks.is_int("b_rows", call.b_rows, 0)
     if not call.b_rows:
         return call
-    k = call.a.shape[-1] * (1 if call.scale_a is None else 2)
+    k = k_of(call.a)
     prepacked(call, k)
     codes, scales = unprepack(call.b, call.b_rows, k)
     return call._replace(b=codes, scale_b=scales, b_rows=0)
@@ -636,7 +686,10 @@ def gemm_out_compiled(call: GemmCall, out: Tensor) -> None:
 def multiply_compiled(out: Tensor, a: Operand, b: Operand, terms: Terms) -> None:
     """:func:`fp4gemm.reference.gemm.multiply`, the same sums of the same products in float64."""
     m, n = a[0].shape[0], b[0].shape[0]
-    k = a[0].shape[1] * (1 if a[1] is None else 2)
+    k = k_of(a[0])
+    if a[1] is not None and format_of(a[0]) is MXFP8:
+        multiply(out, a, b, terms)
+        return
     step = max(1, _DECODED_ELEMS // k)
     fp8 = is_fp8(a)
     if fp8:
@@ -679,13 +732,13 @@ def fake_shape(call: GemmCall) -> tuple[int, ...]:
     # What the call would be refused for with memory behind the tensors; one on meta brings the others here.
     _checks.same_device("b", call.b, call.a.device, "a")
     _checks.is_float_dtype("out_dtype", call.out_dtype)
-    k = _k_of(call.a, call.scale_a)
+    k = k_of(call.a)
     n, k_b = call.b_rows, k
     _checks.is_int("b_rows", call.b_rows, 0)
     if call.b_rows:
         prepacked(call, k)
     else:
-        n, k_b = call.b.shape[-2], _k_of(call.b, call.scale_b)
+        n, k_b = call.b.shape[-2], k_of(call.b)
     groups = call.offs.shape[0] if call.offs is not None and is_ragged_k(call) else None
     shape = product_shape(call.a.shape[0], k, n, k_b, groups, call.out_dtype)
     support.warn_untested(call.a)
@@ -697,10 +750,6 @@ def gemm_out_fake(call: GemmCall, out: Tensor) -> None:
     support.warn_untested(call.a)
 
 
-def _k_of(data: Tensor, scale: Tensor | None) -> int:
-    return data.shape[-1] * (1 if scale is None else 2)
-
-
 def gemm_flops(*args: Any, out_val: Any = None, out: Any = None, **kwargs: Any) -> int:
     """2 m n k of gemm and gemm_out: a multiplication and an addition for each pair of elements.
 
@@ -709,7 +758,7 @@ def gemm_flops(*args: Any, out_val: Any = None, out: Any = None, **kwargs: Any) 
     formulas.
     """
     call = GemmCall(*args, **kwargs)
-    k: int = call.a.shape[-1] * (1 if call.scale_a is None else 2)
+    k: int = k_of(call.a)
     n: int = call.b_rows or call.b.shape[-2]
     return 2 * call.a.shape[0] * n * k
 

@@ -8,6 +8,9 @@ Beside FP8 tokens, which are e4m3 values in the order of the kernels along k (:m
 NVFP4 weight are rounded to e4m3, as the tensor cores need them: 8 * e4m3(q * s / 8), to nearest even, at most
 2688. A GPU then sums in the order and the precision of its hardware, of which use_fast_accum chooses one of
 two: its product is within a bound of the one here, not equal to it.
+
+Of MXFP8 operands the factors are v * 2^(code - 127), e4m3 values times their scales, which float64 holds.
+Their products have 8 significant bits, and the float64 sum is exact while they lie within 45 powers of two.
 """
 
 from __future__ import annotations
@@ -17,9 +20,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .._checks import BLOCK
-from ..layout import unswizzle_scales
-from . import grouped
+from .._formats import MXFP8, format_of
+from ..layout import GROUP_COLUMNS, unswizzle_scales
+from . import grouped, mxfp8
 from .chunks import row_chunks
 from .epilogue import Terms
 from .fp8 import transposed
@@ -27,7 +30,8 @@ from .nvfp4 import decode, folded
 
 __all__ = ["Operand", "Product", "is_fp8", "multiply", "ragged_k", "ragged_m"]
 
-# Codes and their swizzled scales, or values and None. Values in e4m3 are in the order of the kernels.
+# Codes of NVFP4 or values of MXFP8 and their swizzled scales, or values and None. Values in e4m3 without
+# scales are FP8 tokens, in the order of the kernels.
 Operand = tuple[Tensor, Tensor | None]
 # Writes the product of two operands to the first argument, finished by the epilogue.
 Product = Callable[[Tensor, Operand, Operand, Terms], None]
@@ -46,15 +50,16 @@ def multiply(out: Tensor, a: Operand, b: Operand, terms: Terms) -> None:
 
 def is_fp8(a: Operand) -> bool:
     """Return whether a left operand has FP8 tokens."""
-    return a[0].dtype is torch.float8_e4m3fn
+    return a[0].dtype is torch.float8_e4m3fn and a[1] is None
 
 
 def _values(data: Tensor, scales: Tensor | None, fp8: bool = False) -> Tensor:
     """Return the values (rows, k) of an operand; fp8: of a weight beside FP8 tokens."""
     if scales is None:
         return data
-    rows, half_k = data.shape
-    values = decode(data, unswizzle_scales(scales, rows, 2 * half_k // BLOCK))
+    form = format_of(data)
+    compact = unswizzle_scales(scales, data.shape[0], form.k_of(data) // form.block)
+    values = mxfp8.decode(data, compact) if form is MXFP8 else decode(data, compact)
     return folded(values) if fp8 else values
 
 
@@ -76,8 +81,11 @@ def ragged_k(
 ) -> None:
     """Write the product over the columns of each group of both operands to its matrix of out (g, m, n)."""
     a, scale_a = left
-    k = a.shape[-1] * (1 if scale_a is None else 2)
-    for g, (begin, end) in enumerate(grouped.of_columns(offs, k)):
+    k, step = a.shape[-1], GROUP_COLUMNS
+    if scale_a is not None:
+        form = format_of(a)
+        k, step = form.k_of(a), form.group_columns
+    for g, (begin, end) in enumerate(grouped.of_columns(offs, k, step)):
         own = terms.matrix(g)
         if begin == end:
             own.write_empty(out[g], right[0].shape[0])
@@ -86,7 +94,10 @@ def ragged_k(
 
 
 def _columns(data: Tensor, scales: Tensor | None, begin: int, end: int) -> Operand:
-    """Return columns begin .. end-1 of an operand (rows, k); begin and end are multiples of 64."""
+    """Return columns begin .. end-1 of an operand (rows, k); groups may begin at them."""
     if scales is None:
         return data[:, begin:end], None
-    return data[:, begin // 2 : end // 2].contiguous(), grouped.scales_of_columns(scales, begin, end)
+    form = format_of(data)
+    part = data[:, begin // form.per_entry : end // form.per_entry].contiguous()
+    step = form.group_columns
+    return part, grouped.scales_of_columns(scales, begin // step, end // step)

@@ -2,8 +2,8 @@
 
 offs holds the cumulative ends of g groups. The rows from offs[-1] on belong to no group. If x is quantized
 along k, the scales of each group start at a multiple of 128 rows of the swizzled matrix. If x is quantized
-along m (axis 0), the rows of each group are columns of the result, which start at a multiple of 64. Each
-group follows the one before it (:mod:`fp4gemm.layout`).
+along m (axis 0), the rows of each group are columns of the result, which start at a multiple of 64, or of 128
+in MXFP8: at a tile of scales. Each group follows the one before it (:mod:`fp4gemm.layout`).
 """
 
 from __future__ import annotations
@@ -72,6 +72,13 @@ class Groups:
         return compact.view(scales.dtype)
 
 
+def spread(x: Tensor, rows: int, place: Tensor) -> Tensor:
+    """Copy the first rows of x to the rows ``place`` of (rows, ...); all others are 0."""
+    spaced = x.new_zeros((rows, *x.shape[1:]))
+    spaced[place] = x[: place.shape[0]]
+    return spaced
+
+
 class ColumnGroups:
     """The groups of rows of x (m, k) as columns of x.T, where each starts at a multiple of 64 columns.
 
@@ -89,9 +96,7 @@ class ColumnGroups:
 
     def pad(self, x: Tensor) -> Tensor:
         """Copy x (m, k) to (columns, k); the rows that no row of x is copied to are 0."""
-        padded = x.new_zeros((self.columns, x.shape[1]))
-        padded[self.place] = x[: self.num_rows]
-        return padded
+        return spread(x, self.columns, self.place)
 
     def amax(self, block_amax: Tensor, per_row: bool) -> Tensor:
         """Return (g, rows), or (g,) unless per_row, of (rows, blocks); 0 for a group without rows."""
@@ -120,12 +125,12 @@ def of_rows(ends: Tensor, m: int) -> list[tuple[int, int, int, int]]:
     return spans
 
 
-def of_columns(ends: Tensor, k: int) -> list[tuple[int, int]]:
-    """Return (begin, end) of each group: its columns, including its padding to a multiple of 64."""
+def of_columns(ends: Tensor, k: int, step: int = GROUP_COLUMNS) -> list[tuple[int, int]]:
+    """Return (begin, end) of each group: its columns, including its padding to a multiple of step."""
     spans = []
     before = begin = 0
     for end in _checks.ascending(ends, k, "the columns of a"):
-        spans.append((begin, begin + (end - before + GROUP_COLUMNS - 1) // GROUP_COLUMNS * GROUP_COLUMNS))
+        spans.append((begin, begin + (end - before + step - 1) // step * step))
         before, begin = end, spans[-1][1]
     if begin > k:
         raise ValueError(f"offs: the padded groups have {begin} columns, must be at most {k}, the k of a")
@@ -133,10 +138,7 @@ def of_columns(ends: Tensor, k: int) -> list[tuple[int, int]]:
 
 
 def scales_of_columns(scales: Tensor, begin: int, end: int) -> Tensor:
-    """Return the swizzled scales of columns begin .. end-1 of an operand (rows, k).
-
-    begin and end are multiples of 64: the scales of 64 columns are one tile wide.
-    """
-    rows, tiles = scales.shape[0], slice(begin // GROUP_COLUMNS, end // GROUP_COLUMNS)
-    part = scales.view(torch.uint8).view(rows // TILE_ROWS, -1, TILE_BYTES)[:, tiles].contiguous()
+    """Return the swizzled scales of an operand (rows, k) that are in tiles begin .. end-1 along k."""
+    rows = scales.shape[0]
+    part = scales.view(torch.uint8).view(rows // TILE_ROWS, -1, TILE_BYTES)[:, begin:end].contiguous()
     return part.view(rows, -1).view(scales.dtype)

@@ -20,7 +20,7 @@ from .._checks import MXFP8_BLOCK as BLOCK
 from .chunks import fp32, row_chunks
 from .formats import decode_e8m0, encode_e8m0
 
-__all__ = ["dequantize", "quantize"]
+__all__ = ["decode", "dequantize", "quantize"]
 
 
 def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -31,7 +31,7 @@ def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     values = torch.empty((m, k), dtype=dtype, device=x.device)
     scales = torch.empty((m, k // BLOCK), dtype=torch.float8_e8m0fnu, device=x.device)
     for i, j in row_chunks(m, k):
-        blocks = x[i:j].to(torch.float32).contiguous().view(j - i, -1, BLOCK)
+        blocks = x[i:j].to(torch.float32).contiguous().view(j - i, k // BLOCK, BLOCK)
         nan = blocks.isnan()
         scale = encode_e8m0(blocks.abs().masked_fill_(nan, 0.0).amax(dim=2) * reciprocal)
         scales[i:j] = scale
@@ -43,11 +43,18 @@ def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return values, scales
 
 
+def decode(values: Tensor, compact: Tensor) -> Tensor:
+    """Return v * 2^(code - 127), exact in float64, (m, k), of scales (m, k/32), which are not swizzled."""
+    m, k = values.shape
+    blocks = values.to(torch.float64).view(m, k // BLOCK, BLOCK)
+    return (blocks * decode_e8m0(compact).to(torch.float64).unsqueeze(2)).view(m, k)
+
+
 def dequantize(values: Tensor, compact: Tensor, dtype: torch.dtype) -> Tensor:
     """Return cast(fl(v * 2^(code - 127))), (m, k) of dtype, of scales (m, k/32), which are not swizzled."""
     m, k = values.shape
     out = torch.empty((m, k), dtype=dtype, device=values.device)
     for i, j in row_chunks(m, k):
-        blocks = values[i:j].to(torch.float32).view(j - i, -1, BLOCK)
+        blocks = values[i:j].to(torch.float32).view(j - i, k // BLOCK, BLOCK)
         out[i:j] = (blocks * decode_e8m0(compact[i:j]).unsqueeze(2)).view(j - i, k)
     return out

@@ -1,0 +1,327 @@
+"""Products of MXFP8 operands, dense and of groups, against a second implementation in numpy; and refusals."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import fp4gemm
+import numpy as np
+import pytest
+import torch
+from fp4gemm import layout, reference
+from fp4gemm.ops import operators
+from torch import Tensor
+
+SIZES = (5, 0, 130, 17)
+
+
+def numbers(*shape: int, seed: int = 0, spread: bool = False) -> Tensor:
+    """Normal numbers, with a magnitude of its own for each block of 32 if they are spread."""
+    gen = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=gen)
+    if spread:
+        powers = torch.randint(-9, 10, (*shape[:-1], shape[-1] // 32), generator=gen)
+        x = x * torch.exp2(powers.float()).repeat_interleave(32, dim=-1)
+    return x.to(torch.bfloat16)
+
+
+def values_of(t: fp4gemm.MXFP8Tensor) -> np.ndarray:
+    """The values of an operand in float64, decoded from the bits by the definition of the formats."""
+    codes = t.values.view(torch.uint8).numpy().astype(np.int64)
+    exponent, mantissa = codes >> 3 & 15, codes & 7
+    magnitude = np.where(exponent == 0, mantissa / 8 * 2.0**-6, (1 + mantissa / 8) * 2.0 ** (exponent - 7.0))
+    signed = np.where(codes & 0x80, -magnitude, magnitude)
+    scales = t.compact_scales().view(torch.uint8).numpy().astype(np.float64)
+    return signed * np.repeat(2.0 ** (scales - 127), 32, axis=-1)
+
+
+def offs_of(*sizes: int) -> Tensor:
+    return torch.tensor(sizes, dtype=torch.int32).cumsum(0).to(torch.int32)
+
+
+@pytest.mark.parametrize("spread", [False, True], ids=["even", "spread"])
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 8, 32), (3, 136, 96), (130, 264, 544)])
+def test_dense(m: int, n: int, k: int, spread: bool) -> None:
+    a = fp4gemm.quantize_mxfp8(numbers(m, k, seed=1, spread=spread))
+    b = fp4gemm.quantize_mxfp8(numbers(n, k, seed=2, spread=spread))
+    got = fp4gemm.mm(a, b, out_dtype=torch.float32)
+    want = (values_of(a) @ values_of(b).T).astype(np.float32)
+    assert np.array_equal(got.numpy(), want)
+    assert torch.equal(fp4gemm.mm(a, b), got.to(torch.bfloat16))
+
+
+def test_the_epilogue() -> None:
+    """Bias, activation, addend and output as of other operands: each operation rounds once."""
+    a, b = fp4gemm.quantize_mxfp8(numbers(40, 96)), fp4gemm.quantize_mxfp8(numbers(64, 96, seed=1))
+    acc = torch.from_numpy((values_of(a) @ values_of(b).T).astype(np.float32))
+    bias, c = torch.randn(64), torch.randn(40, 64)
+    out = torch.empty(40, 64)
+    assert fp4gemm.mm(a, b, bias=bias, c=c, beta=0.5, activation="relu2", out=out) is out
+    z = torch.relu(acc + bias)
+    assert torch.equal(out, z * z + c * 0.5)
+    gate, up = acc[:, ::2], acc[:, 1::2]
+    got = fp4gemm.mm(a, b, activation="swiglu", out_dtype=torch.float16)
+    torch.testing.assert_close(got.float(), torch.nn.functional.silu(gate) * up, rtol=1e-3, atol=1e-3)
+
+
+def test_scaled_mm_has_row_and_column_vectors() -> None:
+    a, b = fp4gemm.quantize_mxfp8(numbers(40, 96)), fp4gemm.quantize_mxfp8(numbers(64, 96, seed=1))
+    acc = torch.from_numpy((values_of(a) @ values_of(b).T).astype(np.float32))
+    row, col = torch.rand(40) + 0.5, torch.rand(64) + 0.5
+    got = fp4gemm.scaled_mm(
+        a.values,
+        b.values,
+        scale_a=a.scales,
+        scale_b=b.scales,
+        alpha_row=row,
+        alpha_col=col,
+        alpha=0.3,
+        out_dtype=torch.float32,
+    )
+    alpha = torch.tensor(0.3)
+    assert torch.equal(got, acc * row[:, None] * col * alpha)
+
+
+def test_ragged_m() -> None:
+    """Each group has the bits of a dense product; rows behind the last group are not written."""
+    m, offs = sum(SIZES) + 3, offs_of(*SIZES)
+    x, w = numbers(m, 96, seed=1), numbers(len(SIZES), 136, 96, seed=2)
+    a, b = fp4gemm.quantize_mxfp8(x, offs=offs), fp4gemm.quantize_mxfp8(w)
+    out = torch.full((m, 136), torch.nan)
+    fp4gemm.grouped_mm(a, b, out=out)
+    begin = 0
+    for g, end in enumerate(offs.tolist()):
+        want = fp4gemm.mm(fp4gemm.quantize_mxfp8(x[begin:end]), b[g], out_dtype=torch.float32)
+        assert torch.equal(out[begin:end], want)
+        begin = end
+    assert out[begin:].isnan().all()
+
+
+@pytest.mark.parametrize("sizes", [SIZES, (128, 32), (0, 0)])
+def test_ragged_k(sizes: tuple[int, ...]) -> None:
+    """The gradient of each expert's weight is the product of its rows alone."""
+    m, offs = sum(sizes) + 3, offs_of(*sizes)
+    x, dy = numbers(m, 96, seed=1), numbers(m, 64, seed=2)
+    x_t = fp4gemm.quantize_mxfp8(x, axis=0, offs=offs)
+    dy_t = fp4gemm.quantize_mxfp8(dy, axis=0, offs=offs)
+    got = fp4gemm.wgrad(dy_t, x_t, out_dtype=torch.float32)
+    assert got.shape == (len(sizes), 64, 96)
+    begin = 0
+    for g, end in enumerate(offs.tolist()):
+        rows = (end - begin + 127) // 128 * 128
+        padded = [torch.zeros(rows, t.shape[1], dtype=t.dtype) for t in (dy, x)]
+        want = torch.zeros(64, 96)
+        if rows:
+            for to, of in zip(padded, (dy, x), strict=True):
+                to[: end - begin] = of[begin:end]
+            want = fp4gemm.mm(*(fp4gemm.quantize_mxfp8(t, axis=0) for t in padded), out_dtype=torch.float32)
+        assert torch.equal(got[g], want)
+        begin = end
+
+
+def test_the_three_products_of_training() -> None:
+    x, w, dy = numbers(64, 96, seed=1), numbers(160, 96, seed=2), numbers(64, 160, seed=3)
+    q = fp4gemm.quantize_mxfp8
+    for got, want in (
+        (fp4gemm.fprop(q(x), q(w)), x.float() @ w.float().T),
+        (fp4gemm.dgrad(q(dy), q(w, axis=0)), dy.float() @ w.float()),
+        (fp4gemm.wgrad(q(dy, axis=0), q(x, axis=0)), dy.float().T @ x.float()),
+    ):
+        error = (got.float() - want).square().mean().sqrt() / want.square().mean().sqrt()
+        assert error < 0.05
+
+
+# ---- casts
+
+
+def test_groups_of_rows_have_the_bits_of_separate_casts() -> None:
+    m, offs = sum(SIZES) + 3, offs_of(*SIZES)
+    x = numbers(m, 160, seed=4)
+    t = fp4gemm.quantize_mxfp8(x, offs=offs)
+    assert t.scales.shape == (layout.grouped_scale_rows(m, len(SIZES)), 8)
+    begin = place = 0
+    for end in offs.tolist():
+        own = fp4gemm.quantize_mxfp8(x[begin:end])
+        assert torch.equal(t.values[begin:end].view(torch.uint8), own.values.view(torch.uint8))
+        rows = own.scales.shape[0]
+        assert torch.equal(t.scales[place : place + rows].view(torch.uint8), own.scales.view(torch.uint8))
+        begin, place = end, place + rows
+    assert not t.scales[place:].view(torch.uint8).any()
+    assert not t.values[begin:].view(torch.uint8).any()
+    assert torch.equal(t.dequantize()[:begin], fp4gemm.quantize_mxfp8(x).dequantize()[:begin])
+    assert not t.dequantize()[begin:].any()
+
+
+def test_groups_of_columns_begin_at_tiles_of_scales() -> None:
+    m, offs = sum(SIZES) + 3, offs_of(*SIZES)
+    x = numbers(m, 96, seed=4)
+    t = fp4gemm.quantize_mxfp8(x, axis=0, offs=offs)
+    assert t.shape == (96, layout.grouped_scale_rows(m, len(SIZES)))
+    values = t.dequantize()
+    begin = place = 0
+    for end in offs.tolist():
+        size = end - begin
+        columns = (size + 127) // 128 * 128
+        padded = torch.zeros(columns, 96, dtype=x.dtype)
+        padded[:size] = x[begin:end]
+        if columns:
+            assert torch.equal(
+                values[:, place : place + columns], fp4gemm.quantize_mxfp8(padded, axis=0).dequantize()
+            )
+        begin, place = end, place + columns
+    assert not values[:, place:].any()
+
+
+@pytest.mark.parametrize("axis", [-1, 0])
+def test_a_stack_has_the_bits_of_its_matrices(axis: int) -> None:
+    w = numbers(3, 160, 96, seed=5)
+    stack = fp4gemm.quantize_mxfp8(w, axis=axis)
+    for e in range(3):
+        own = fp4gemm.quantize_mxfp8(w[e], axis=axis)
+        assert torch.equal(stack[e].values.view(torch.uint8), own.values.view(torch.uint8))
+        assert torch.equal(stack[e].scales.view(torch.uint8), own.scales.view(torch.uint8))
+        assert torch.equal(stack.dequantize()[e], own.dequantize())
+        assert torch.equal(
+            stack.compact_scales()[e].view(torch.uint8), own.compact_scales().view(torch.uint8)
+        )
+
+
+def test_stacks_and_groups_are_copied_and_saved() -> None:
+    offs = offs_of(*SIZES)
+    for t in (
+        fp4gemm.quantize_mxfp8(numbers(2, 64, 32)),
+        fp4gemm.quantize_mxfp8(numbers(160, 32), offs=offs),
+        fp4gemm.quantize_mxfp8(numbers(160, 32), axis=0, offs=offs),
+    ):
+        file = io.BytesIO()
+        torch.save(t, file)
+        file.seek(0)
+        for made in (torch.load(file), copy.deepcopy(t), t.clone()):
+            assert repr(made) == repr(t)
+            assert torch.equal(made.dequantize(), t.dequantize())
+            assert (made.offs is None) == (t.offs is None)
+            assert made.offs_dim == t.offs_dim
+
+
+# ---- refusals
+
+A = fp4gemm.quantize_mxfp8(numbers(64, 96))
+B = fp4gemm.quantize_mxfp8(numbers(32, 96, seed=1))
+NV = fp4gemm.quantize(numbers(64, 96))
+STACK = fp4gemm.quantize_mxfp8(numbers(2, 32, 96))
+ROWS = fp4gemm.quantize_mxfp8(numbers(64, 96), offs=offs_of(30, 34))
+COLUMNS = fp4gemm.quantize_mxfp8(numbers(64, 96), axis=0, offs=offs_of(30, 34))
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: fp4gemm.mm(A, NV), TypeError, r"b: got .*NVFP4Tensor.*, must be an fp4gemm.MXFP8Tensor"),
+        (lambda: fp4gemm.mm(NV, A), TypeError, r"a: got .*NVFP4Tensor.*, must be an fp4gemm.MXFP8Tensor"),
+        (lambda: fp4gemm.mm(numbers(64, 96), B), TypeError, r"a: got .*, must be an fp4gemm.MXFP8Tensor"),
+        (
+            lambda: fp4gemm.mm(A, fp4gemm.quantize_mxfp8(numbers(32, 96), dtype=torch.float8_e5m2)),
+            TypeError,
+            r"b: values are torch.float8_e5m2, must be torch.float8_e4m3fn",
+        ),
+        (
+            lambda: fp4gemm.mm(fp4gemm.quantize_mxfp8(numbers(64, 96), swizzled=False), B),
+            ValueError,
+            r"a: scales are compact, must be swizzled",
+        ),
+        (
+            lambda: fp4gemm.mm(A, fp4gemm.quantize_mxfp8(numbers(32, 64))),
+            ValueError,
+            r"b: k is 64, must be 96, the k of a",
+        ),
+        (lambda: fp4gemm.mm(ROWS, B), ValueError, r"a: has 2 groups \(offs\), must have none"),
+        (lambda: fp4gemm.mm(A, STACK), ValueError, r"b: shape is \(2, 32, 96\), must have rank 2"),
+        (lambda: fp4gemm.grouped_mm(A, STACK), ValueError, r"a: has no groups \(offs\), must have groups"),
+        (lambda: fp4gemm.grouped_mm(ROWS, B), ValueError, r"b: shape is \(32, 96\), must be \(2, n, k\)"),
+        (lambda: fp4gemm.grouped_mm(COLUMNS, STACK), ValueError, r"b: has no groups, must have 2 groups"),
+        (
+            lambda: fp4gemm.mm(A, B, use_fast_accum=True),
+            ValueError,
+            r"use_fast_accum: got True, must be False",
+        ),
+        (
+            lambda: fp4gemm.scaled_mm(A.values, NV.codes, scale_a=A.scales, scale_b=NV.scales),
+            TypeError,
+            r"b: dtype is torch.uint8, must be torch.float8_e4m3fn with float8_e8m0fnu scales \(MXFP8\) as a",
+        ),
+        (
+            lambda: fp4gemm.scaled_mm(A.values, numbers(32, 96).half(), scale_a=A.scales, scale_b=None),
+            TypeError,
+            r"scale_b: got None, must be float8_e8m0fnu scales: both operands must be MXFP8",
+        ),
+        (
+            lambda: fp4gemm.quantize_mxfp8(numbers(2, 32, 32), swizzled=False),
+            ValueError,
+            r"swizzled: got False .*, must be True for x of rank 3",
+        ),
+        (
+            lambda: fp4gemm.quantize_mxfp8(numbers(2, 32, 32), offs=offs_of(1)),
+            ValueError,
+            r"offs: got .*, must be None for x of rank 3",
+        ),
+        (
+            lambda: fp4gemm.quantize_mxfp8(numbers(32, 32), swizzled=False, offs=offs_of(1)),
+            ValueError,
+            r"swizzled: got False, must be True with offs",
+        ),
+        (
+            lambda: fp4gemm.MXFP8Tensor(A.values, A.scales, offs_dim=1),
+            ValueError,
+            r"offs_dim: got 1, must be 0 without offs",
+        ),
+        (
+            lambda: fp4gemm.MXFP8Tensor(A.values, A.compact_scales(), swizzled=False, offs=offs_of(3)),
+            ValueError,
+            r"swizzled: got False, must be True of a stack and with offs",
+        ),
+        (lambda: ROWS.compact_scales(), ValueError, r"compact_scales: the rows are in groups"),
+        (lambda: A[0], TypeError, r"must be \(g, n, k\), a stack of matrices"),
+    ],
+)
+def test_refusals(call: object, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()  # type: ignore[operator]
+
+
+def test_prepacked_weights_are_refused() -> None:
+    w = fp4gemm.prepack(fp4gemm.quantize(numbers(64, 96)))
+    with pytest.raises(TypeError, match=r"b: got .*PrepackedTensor.*must be an fp4gemm.MXFP8Tensor"):
+        fp4gemm.mm(A, w)
+    with pytest.raises(TypeError, match="b_rows: b is prepacked, must be MXFP8 as a"):
+        reference.gemm(A.values, w.data, scale_a=A.scales, b_rows=64)
+
+
+# ---- graphs
+
+
+def test_the_operators_have_fake_implementations() -> None:
+    offs = offs_of(*SIZES)
+    x = numbers(160, 96)
+    calls = [
+        (operators.mxfp8_quantize, (x, axis, torch.float8_e4m3fn, True, ends))
+        for axis in (-1, 0)
+        for ends in (None, offs)
+    ]
+    calls += [
+        (operators.mxfp8_dequantize, (ROWS.values, ROWS.scales, torch.float32, True, ROWS.offs)),
+        (operators.gemm, (A.values, B.values, A.scales, B.scales)),
+        (operators.gemm, (ROWS.values, STACK.values, ROWS.scales, STACK.scales, ROWS.offs)),
+        (operators.gemm, (COLUMNS.values, COLUMNS.values, COLUMNS.scales, COLUMNS.scales, COLUMNS.offs)),
+    ]
+    for operator, args in calls:
+        torch.library.opcheck(operator, args, test_utils="test_faketensor")
+
+
+def test_compiled() -> None:
+    def step(x: Tensor, w: Tensor) -> Tensor:
+        return fp4gemm.mm(fp4gemm.quantize_mxfp8(x), fp4gemm.quantize_mxfp8(w), activation="silu")
+
+    x, w = numbers(40, 96), numbers(64, 96, seed=1)
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(x, w), step(x, w))
