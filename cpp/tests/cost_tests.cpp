@@ -49,6 +49,10 @@ void test_tiles() {
   Kernel const kernel = kernel_of(Operands::kNvfp4, 128, 128, 128);
   check_clocks("a wave", estimate_clocks(policy, kernel, 4, dense(256, 256, 512)), 512 * 16 + 100);
   check_clocks("two waves", estimate_clocks(policy, kernel, 3, dense(256, 256, 512)), 2 * (512 * 16 + 100));
+  check_clocks("MXFP8, which takes twice as long",
+               estimate_clocks(policy, kernel_of(Operands::kMxfp8, 128, 128, 128), 4,
+                               dense(256, 256, 512, FP4GEMM_FORMAT_MXFP8, FP4GEMM_FORMAT_MXFP8)),
+               2 * 512 * 16 + 100);
   Selection grouped = dense(512, 128, 512);
   grouped.num_groups = 4;  // of 128 rows
   check_clocks("groups", estimate_clocks(policy, kernel, 4, grouped), 512 * 16 + 100);

@@ -61,7 +61,38 @@ void test_gemm_errors() {
   bad_gemm("k zero", [](Args& a) { a.k = 0; }, "k: is 0");
   bad_gemm("huge m", [](Args& a) { a.m = int64_t{1} << 40; }, "m: is 1099511627776");
   bad_gemm("out_dtype", [](Args& a) { a.out_dtype = static_cast<fp4gemm_dtype_t>(9); }, "out_dtype: is 9");
-  bad_gemm("a", [](Args& a) { a.a.format = static_cast<fp4gemm_format_t>(7); }, "a: format is 7");
+  bad_gemm("a", [](Args& a) { a.a.format = static_cast<fp4gemm_format_t>(8); }, "a: format is 8");
+  bad_gemm(
+      "mxfp8 a", [](Args& a) { a.a.format = FP4GEMM_FORMAT_MXFP8; },
+      "b: format is 0, must be FP4GEMM_FORMAT_MXFP8 as of a");
+  bad_gemm(
+      "mxfp8 b", [](Args& a) { a.b.format = FP4GEMM_FORMAT_MXFP8; },
+      "a: format is 0, must be FP4GEMM_FORMAT_MXFP8 as of b");
+  bad_gemm(
+      "mxfp8 with quantize_a",
+      [](Args& a) {
+        a.a.format = FP4GEMM_FORMAT_BF16;
+        a.b.format = FP4GEMM_FORMAT_MXFP8;
+        a.quantize_a = FP4GEMM_QUANTIZE_A_ROW;
+      },
+      "quantize_a: is 1, must be FP4GEMM_QUANTIZE_A_NONE with b in mxfp8");
+  bad_gemm(
+      "mxfp8 with fast sums",
+      [](Args& a) {
+        a.a.format = a.b.format = FP4GEMM_FORMAT_MXFP8;
+        a.use_fast_accum = 1;
+      },
+      "use_fast_accum: is 1, must be 0 unless a is e4m3");
+  bad_gemm(
+      "mxfp8 along k",
+      [](Args& a) {
+        a.a.format = a.b.format = FP4GEMM_FORMAT_MXFP8;
+        a.ragged = FP4GEMM_RAGGED_K;
+        a.num_groups = 1;
+        a.offs = static_cast<int32_t const*>(address());
+        a.k = 192;
+      },
+      "k: is 192, must be a multiple of 128 for groups of mxfp8 that are ragged in k");
   bad_gemm("b", [](Args& a) { a.b.format = static_cast<fp4gemm_format_t>(5); }, "b: format is 5");
   bad_gemm("b_is_constant", [](Args& a) { a.b_is_constant = 2; }, "b_is_constant: is 2, must be 0 or 1");
   bad_gemm(

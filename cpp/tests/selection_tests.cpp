@@ -46,6 +46,10 @@ struct Formats {
       return std::strcmp(operand, "prepacked_fp8") == 0 && a == FP4GEMM_FORMAT_E4M3 &&
              (b == FP4GEMM_FORMAT_NVFP4 || b == FP4GEMM_FORMAT_PREPACKED_FP8);
     }
+    if (a == FP4GEMM_FORMAT_MXFP8 || std::strcmp(operand, "mxfp8") == 0) {
+      return a == FP4GEMM_FORMAT_MXFP8 &&
+             (std::strcmp(operand, "mxfp8") == 0 || std::strcmp(operand, "fp16") == 0);
+    }
     if (std::strcmp(operand, "nvfp4") == 0) {
       return a == FP4GEMM_FORMAT_NVFP4 && b == FP4GEMM_FORMAT_NVFP4;
     }
@@ -68,7 +72,8 @@ constexpr Formats kFormatPairs[] = {kNvfp4,
                                     {FP4GEMM_FORMAT_BF16, FP4GEMM_FORMAT_NVFP4},
                                     {FP4GEMM_FORMAT_FP16, FP4GEMM_FORMAT_NVFP4},
                                     {FP4GEMM_FORMAT_E4M3, FP4GEMM_FORMAT_PREPACKED_FP8},
-                                    {FP4GEMM_FORMAT_E4M3, FP4GEMM_FORMAT_NVFP4}};
+                                    {FP4GEMM_FORMAT_E4M3, FP4GEMM_FORMAT_NVFP4},
+                                    {FP4GEMM_FORMAT_MXFP8, FP4GEMM_FORMAT_MXFP8}};
 
 struct Wanted {
   int arch, num_sms;
