@@ -261,6 +261,8 @@ def _what(options: argparse.Namespace) -> Options | Translation | Packing:
             )
         return Translation(options.source, options.target)
     if given.get("format") in SOURCES:
+        if options.auto:
+            raise ValueError(f"--auto: got with --format {given['format']}, must be absent")
         others = [name for name in given if name not in ("format", "scale")]
         if others:
             flag = "--" + others[0].replace("_", "-")
