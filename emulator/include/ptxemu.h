@@ -30,6 +30,8 @@ typedef struct ptxemu_options {
   int report_unwritten_global; /* 0; 1: a load of global memory that was never written is a hazard */
   int hazards_are_fatal;       /* 0; 1: the first hazard ends the launch */
   int detect_races;            /* 1: unordered accesses of threads to shared memory are hazards */
+  int loads_need_wait;         /* 0: a use of a register of a tcgen05.ld completes the load, as
+                                  tcgen05.wait::ld does; 1: tcgen05.wait::ld alone does */
   int faulty_tensor_maps; /* 0; 1: cuTensorMapEncodeTiled has the fault of drivers up to CUDA 13.2, and a map
                              of a tensor with gaps that spans less than 128 KB is fatal unless its user clears
                              bit 85 */

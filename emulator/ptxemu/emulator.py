@@ -43,6 +43,7 @@ class _Options(ctypes.Structure):
         ("report_unwritten_global", ctypes.c_int),
         ("hazards_are_fatal", ctypes.c_int),
         ("detect_races", ctypes.c_int),
+        ("loads_need_wait", ctypes.c_int),
         ("faulty_tensor_maps", ctypes.c_int),
         ("driver_version", ctypes.c_int),
         ("instruction_budget", ctypes.c_uint64),
@@ -170,8 +171,8 @@ class Emulator:
         """Sets all options; those that are not given get their default. ptxemu.h documents them.
 
         mode: "eager", "lazy", "random" or "pct"; options: seed, resident_clusters, num_sms,
-        compute_capability, pdl, report_unwritten_global, hazards_are_fatal, detect_races, faulty_tensor_maps,
-        driver_version, instruction_budget.
+        compute_capability, pdl, report_unwritten_global, hazards_are_fatal, detect_races, loads_need_wait,
+        faulty_tensor_maps, driver_version, instruction_budget.
         """
         if mode not in MODES:
             raise ValueError(f"mode is {mode!r}, must be one of {', '.join(MODES)}")

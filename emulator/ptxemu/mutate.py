@@ -26,6 +26,10 @@ _DELETABLE = re.compile(
     r"cp\.async|tcgen05\.(alloc|dealloc|relinquish|cp|mma|commit|wait)|clusterlaunchcontrol\.try_cancel|tensormap\.|"
     r"griddepcontrol\.wait)"
 )
+# Instructions that order accesses or complete them for the thread that executes them, without a result.
+_FENCE = re.compile(r"(fence\.|membar\.|tcgen05\.(fence|wait)|cp\.async\.(bulk\.wait_group|wait))")
+# A fence of this kind covers all earlier initialisations of its thread, so that the next one makes up for it.
+_CUMULATIVE = re.compile(r"fence\.mbarrier_init")
 _WAIT = re.compile(r"mbarrier\.(?:try|test)_wait\S*\s+([%\w]+)\s*,")
 _STATEMENT = re.compile(r"^(\s*)((?:@!?%?\w+\s+)?)([a-z][\w.:]*)\s*(.*?);\s*$")
 
@@ -91,6 +95,10 @@ def _sync_faults(opcode: str, operands: str) -> list[tuple[str, str]]:
     return []
 
 
+def _fence_faults(opcode: str, operands: str) -> list[tuple[str, str]]:
+    return [(f"delete {opcode}", "")] if _FENCE.match(opcode) else []
+
+
 def _alu_faults(opcode: str, operands: str) -> list[tuple[str, str]]:
     faults = []
     head = opcode.split(".")[0]
@@ -123,31 +131,41 @@ def _alu_faults(opcode: str, operands: str) -> list[tuple[str, str]]:
 def mutants(
     text: str, kind: str, lines: Iterable[int] | None = None, limit: int | None = None, seed: int = 1
 ) -> list[Mutant]:
-    """One Mutant for each fault of a kind, "sync" or "alu".
+    """One Mutant for each fault of a kind, "fence", "sync" or "alu".
 
+    fence: a fence is missing, or a wait for the thread's own asynchronous operations. All
+        fence.mbarrier_init of the kernel are one fault.
     sync: an instruction that synchronizes or starts an asynchronous operation is missing, or a wait passes at
-        once.
+        once. Fences are among them, one by one.
     alu: another operator, comparison, selection or constant.
     lines: restricts the faults to these lines, e.g. those that Emulator.statistics() names as executed.
     limit: the size of a random sample of the faults.
     """
-    if kind not in ("sync", "alu"):
-        raise ValueError(f"kind is {kind!r}, must be 'sync' or 'alu'")
+    faults_of = {"fence": _fence_faults, "sync": _sync_faults, "alu": _alu_faults}
+    if kind not in faults_of:
+        raise ValueError(f"kind is {kind!r}, must be 'fence', 'sync' or 'alu'")
     wanted = None if lines is None else {int(n) for n in lines}
     original = text.split("\n")
-    found = []
+    found: list[tuple[int, str, dict[int, str]]] = []  # line, description, lines that replace others
+    cumulative: dict[str, dict[int, str]] = {}
     for index, line in enumerate(original):
         if wanted is not None and index + 1 not in wanted:
             continue
         if match := _STATEMENT.match(line):
             indent, predicate, opcode, operands = match.groups()
-            for what, statement in (_sync_faults if kind == "sync" else _alu_faults)(opcode, operands):
+            for what, statement in faults_of[kind](opcode, operands):
                 replaced = f"{indent}{predicate}{statement};" if statement else f"{indent}// {what}"
-                found.append((index, what, replaced))
+                if kind == "fence" and _CUMULATIVE.match(opcode):
+                    if opcode not in cumulative:
+                        cumulative[opcode] = {}
+                        found.append((index, f"delete every {opcode}", cumulative[opcode]))
+                    cumulative[opcode][index] = replaced
+                else:
+                    found.append((index, what, {index: replaced}))
     if limit is not None and len(found) > limit:
-        found = sorted(random.Random(seed).sample(found, limit))
+        found = sorted(random.Random(seed).sample(found, limit), key=lambda fault: fault[:2])
     return [
-        Mutant(index + 1, what, "\n".join([*original[:index], replaced, *original[index + 1 :]]))
+        Mutant(index + 1, what, "\n".join(replaced.get(i, line) for i, line in enumerate(original)))
         for index, what, replaced in found
     ]
 

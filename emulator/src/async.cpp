@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "machine.hpp"
+#include "races.hpp"
 
 namespace ptxemu {
 
@@ -29,6 +30,11 @@ void Machine::issue(std::shared_ptr<AsyncOperation> const& operation, bool in_fi
     accesses.push_back(
         {p.low, p.high, p.lane_low, p.lane_high, p.write, operation->id, operation->what, fifo});
     check_conflicts(p.cta, p.tmem, accesses.back(), operation->what, fifo);
+    if (p.tmem) {
+      check_tmem_order(*current_warp_, p.cta, accesses.back(), operation->what);
+    } else {
+      check_order(*operation, p);
+    }
   }
   for (size_t i = 0; i < accesses.size(); ++i) {
     AsyncOperation::Region const& p = operation->regions[i];
@@ -42,6 +48,29 @@ void Machine::issue(std::shared_ptr<AsyncOperation> const& operation, bool in_fi
     fifos_.push_back(operation->owner);
   }
   operation->owner->fifo.push_back(operation);
+}
+
+/// The order of an operation of the async proxy after the accesses of threads to the bytes that it reads or
+/// writes, at its issue (PTX ISA, "Async proxy"; CUDA Programming Guide, "Cluster Launch Control", for the
+/// fence between a read of a response and the next try_cancel). cp.async belongs to the generic proxy. Before
+/// a TMA load overwrites bytes that threads have read, NVIDIA's kernels have no proxy fence, and none is
+/// demanded.
+void Machine::check_order(AsyncOperation const& operation, AsyncOperation::Region const& region) {
+  if (races_ == nullptr || operation.generic_proxy) {
+    return;
+  }
+  if (char const* const wrong = races_->async_access(*current_warp_, *region.cta, region.low, region.high,
+                                                     region.write, operation.fenced_reads)) {
+    hazard("%s %s shared memory [%u, %u), %s", operation.what, region.write ? "writes" : "reads", region.low,
+           region.high, wrong);
+  }
+}
+
+void Machine::forget_access(Cta* cta, Access const& access) {
+  auto& pending = cta->pending[1];
+  pending.erase(std::remove_if(pending.begin(), pending.end(),
+                               [&](Access const& other) { return other.operation == access.operation; }),
+                pending.end());
 }
 
 u64 Machine::best_async_priority() const {

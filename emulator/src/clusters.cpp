@@ -54,7 +54,6 @@ std::unique_ptr<Cta> Machine::make_cta(Cluster& cluster, u32 rank) {
     std::memcpy(&cta->shared[i], &garbage, 8);
   }
   cta->written.resize(bytes);
-  cta->dirty.resize(bytes);
   u32 const threads = launch_.num_threads();
   cta->warps.resize((threads + kWarpSize - 1) / kWarpSize);
   for (u32 i = 0; i < cta->warps.size(); ++i) {

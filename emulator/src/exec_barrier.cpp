@@ -1,8 +1,8 @@
 // Barriers of warps, CTAs and clusters, and fences (PTX ISA, "Parallel Synchronization and Communication
 // Instructions": bar.warp.sync; bar, barrier; barrier.cluster; membar, fence).
 //
-// Only fence.proxy.async has an effect, on Cta::dirty. Memory fences have none: the emulator executes one
-// instruction at a time, so memory is sequentially consistent.
+// The emulator executes one instruction at a time, so that memory is sequentially consistent. Fences and the
+// order of arrivals matter to the RaceDetector alone, which reports what they do not order.
 #include "families.hpp"
 #include "machine.hpp"
 #include "races.hpp"
@@ -12,19 +12,31 @@ namespace ptxemu {
 namespace {
 
 enum Kind { kSync, kArrive, kPopc, kAnd, kOr };
+enum Fence { kThread, kProxyShared, kProxyOther, kInits, kAcquireMap };
 
 }  // namespace
 
-/// mode of bar: the kind, and the index of the operand that holds the barrier's number.
+/// mode of bar: the kind, and the index of the operand that holds the barrier's number; of barrier.cluster:
+/// its Order; of fence: its kind.
 bool decode_barrier(Instruction& in) {
   std::string const& name = in.parts[0];
   if (name == "fence" || name == "membar") {
-    bool const async_proxy = in.has("async") || in.opcode.find("proxy.async") != std::string::npos;
-    in.handler = async_proxy ? &Machine::exec_proxy_fence : &Machine::exec_nothing;
+    if (in.has("mbarrier_init")) {
+      in.mode[0] = kInits;
+    } else if (!in.has("proxy")) {
+      in.mode[0] = kThread;
+    } else if (in.has("tensormap::generic") && in.has("acquire")) {
+      in.mode[0] = kAcquireMap;
+    } else {
+      bool const async = in.has("async") || in.has("async::generic");
+      in.mode[0] = async && !in.has("global") ? kProxyShared : kProxyOther;
+    }
+    in.handler = &Machine::exec_fence;
   } else if (in.has("warp")) {
     in.handler = &Machine::exec_warp_sync;
   } else if (in.has("cluster")) {
     in.handler = in.has("arrive") ? &Machine::exec_cluster_arrive : &Machine::exec_cluster_wait;
+    in.mode[0] = static_cast<int>(in.has("relaxed") ? Order::kRelaxed : Order::kFull);
     return in.has("arrive") || in.has("wait");
   } else {
     bool const reduce = in.has("red");
@@ -132,7 +144,7 @@ Outcome Machine::exec_barrier(Warp& warp, Group& group, Instruction const& in, u
   return Outcome::kNext;
 }
 
-/// barrier.cluster.arrive: .relaxed arrives too, but orders no accesses.
+/// barrier.cluster.arrive
 Outcome Machine::exec_cluster_arrive(Warp& warp, Group& group, Instruction const& in, u32 mask) {
   if (!converged(warp, group, kFullMask)) {
     return Outcome::kBlocked;
@@ -147,8 +159,8 @@ Outcome Machine::exec_cluster_arrive(Warp& warp, Group& group, Instruction const
   warp.cluster_arrived = true;
   warp.cluster_generation = cluster.generation;  // the wait ends when this generation is complete
   cluster.arrived += kWarpSize;
-  if (races_ != nullptr && !in.has("relaxed")) {
-    races_->arrive_cluster(warp);
+  if (races_ != nullptr) {
+    races_->arrive_cluster(warp, static_cast<Order>(in.mode[0]));
   }
   if (cluster.arrived == cluster.num_threads) {
     cluster.arrived = 0;
@@ -161,7 +173,7 @@ Outcome Machine::exec_cluster_arrive(Warp& warp, Group& group, Instruction const
 }
 
 /// barrier.cluster.wait
-Outcome Machine::exec_cluster_wait(Warp& warp, Group& group, Instruction const&, u32 mask) {
+Outcome Machine::exec_cluster_wait(Warp& warp, Group& group, Instruction const& in, u32 mask) {
   if (!group.resumed) {
     if (!converged(warp, group, kFullMask)) {
       return Outcome::kBlocked;
@@ -181,19 +193,33 @@ Outcome Machine::exec_cluster_wait(Warp& warp, Group& group, Instruction const&,
   }
   group.resumed = false;
   if (races_ != nullptr) {
-    races_->leave_cluster(warp);
+    races_->leave_cluster(warp, static_cast<Order>(in.mode[0]));
   }
   return Outcome::kNext;
 }
 
-/// fence.proxy.async: shared memory that this warp has written may now be read through the async proxy. The
-/// state space of the fence is ignored.
-Outcome Machine::exec_proxy_fence(Warp& warp, Group&, Instruction const&, u32 mask) {
-  if (mask != 0) {
-    for (auto const& [low, high] : warp.unfenced) {
-      std::memset(&warp.cta->dirty[low], 0, high - low);
+/// fence and membar. A fence that some lanes execute counts for the whole warp. fence.proxy.async of global
+/// memory alone and the release fence of tensor maps have no effect: accesses to global memory are not
+/// tracked.
+Outcome Machine::exec_fence(Warp& warp, Group&, Instruction const& in, u32 mask) {
+  if (mask == 0 || races_ == nullptr) {
+    return Outcome::kNext;
+  }
+  switch (in.mode[0]) {
+    case kThread: races_->fence(warp); break;
+    case kProxyShared: races_->fence_proxy(warp); break;
+    case kInits: races_->fence_inits(warp); break;
+    case kAcquireMap: {
+      Row address;
+      read(warp, in.operands[0], address);
+      for (int l = 0; l < kWarpSize; ++l) {
+        if (mask >> l & 1) {
+          races_->acquire_map(warp, address[l]);
+        }
+      }
+      break;
     }
-    warp.unfenced.clear();
+    default: break;
   }
   return Outcome::kNext;
 }

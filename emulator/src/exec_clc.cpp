@@ -31,7 +31,11 @@ bool decode_clc(Instruction& in) {
 /// the cluster.
 void Machine::answer_try_cancel(Cta* cta, u32 response, u32 barrier, bool multicast) {
   u32 words[4] = {0, 0, 0, kResponse};
-  if (!waiting_clusters_.empty()) {
+  // A request may fail although clusters wait, for a kernel of higher priority (CUDA Programming Guide,
+  // "Cluster Launch Control"). These clusters are launched later.
+  int const mode = session_.options.mode;
+  bool const preempted = (mode == PTXEMU_RANDOM || mode == PTXEMU_PCT) && random_() % 16 == 0;
+  if (!waiting_clusters_.empty() && !preempted) {
     first_cta_of(waiting_clusters_.front(), words);
     waiting_clusters_.pop_front();
     words[3] |= 1;
@@ -52,6 +56,9 @@ void Machine::answer_try_cancel(Cta* cta, u32 response, u32 barrier, bool multic
 /// clusterlaunchcontrol.try_cancel [response], [mbarrier]
 Outcome Machine::exec_clc_try_cancel(Warp& warp, Group&, Instruction const& in, u32 mask) {
   Cta* const cta = warp.cta;
+  if (mask != 0 && warp.cancel_failed) {
+    fatal("try_cancel by a warp that has seen an earlier one fail, which is undefined behavior");
+  }
   for (int l = 0; l < kWarpSize; ++l) {
     if (mask >> l & 1) {
       u32 response, barrier;
@@ -59,9 +66,11 @@ Outcome Machine::exec_clc_try_cancel(Warp& warp, Group&, Instruction const& in, 
       shared_cta(cta, static_cast<u32>(uniform(warp, in.operands[1], 1u << l)), false, &barrier);
       bool const multicast = in.mode[0] != 0;
       auto operation = make_operation(cta, "try_cancel");
+      operation->fenced_reads = true;
       for (auto& to : cta->cluster->ctas) {
         if (multicast || to.get() == cta) {
           operation->writes(to.get(), response, response + 16);
+          check_signal(warp, to.get(), barrier);
         }
       }
       if (races_ != nullptr) {
@@ -90,6 +99,7 @@ Outcome Machine::exec_clc_is_canceled(Warp& warp, Group&, Instruction const& in,
       if ((word & ~1u) != kResponse) {
         fatal("query_cancel of a value that is not the response to a try_cancel");
       }
+      warp.cancel_failed = warp.cancel_failed || (word & 1) == 0;
       write(warp, in.operands[0], l, word & 1);
     }
   }

@@ -1,6 +1,8 @@
 // Control flow, setp, griddepcontrol, and instructions that have no effect on the emulator (PTX ISA, "Control
 // Flow Instructions", "Comparison and Selection Instructions", "griddepcontrol").
+#include <algorithm>
 #include "families.hpp"
+
 #include "machine.hpp"
 #include "numeric.hpp"
 
@@ -84,7 +86,7 @@ bool decode_control(Instruction& in) {
   } else if (name == "nanosleep") {
     in.handler = &Machine::exec_sleep;
   } else if (name == "griddepcontrol") {
-    in.handler = in.has("wait") ? &Machine::exec_grid_wait : &Machine::exec_nothing;
+    in.handler = in.has("wait") ? &Machine::exec_grid_wait : &Machine::exec_launch_dependents;
   } else if (name == "setmaxnreg" || name == "pmevent") {
     in.handler = &Machine::exec_nothing;
   } else if (name == "setp") {
@@ -132,13 +134,29 @@ Outcome Machine::exec_sleep(Warp&, Group&, Instruction const&, u32) {
   return Outcome::kYield;
 }
 
-/// griddepcontrol.wait
+/// griddepcontrol.launch_dependents: dependents start at once in any case (queue.hpp).
+Outcome Machine::exec_launch_dependents(Warp& warp, Group&, Instruction const&, u32 mask) {
+  warp.cta->launched_dependents = warp.cta->launched_dependents || mask != 0;
+  return Outcome::kNext;
+}
+
+/// griddepcontrol.wait. The CTAs of this launch keep their tensor memory while the predecessor executes.
 Outcome Machine::exec_grid_wait(Warp&, Group&, Instruction const&, u32 mask) {
   if (mask != 0 && run_predecessor_) {
     // Cleared before the call: a predecessor executes once, whichever thread reaches its wait first.
     std::function<void()> const run = std::move(run_predecessor_);
     run_predecessor_ = nullptr;
+    u32 const columns = session_.held_columns, shared_bytes = session_.held_shared_bytes;
+    session_.held_columns = 0;
+    session_.held_shared_bytes = launch_.dynamic_shared_bytes + kernel_.static_shared_bytes;
+    for (auto const& cluster : live_) {
+      for (auto const& cta : cluster->ctas) {
+        session_.held_columns = std::max(session_.held_columns, allocated_columns(*cta));
+      }
+    }
     run();
+    session_.held_columns = columns;
+    session_.held_shared_bytes = shared_bytes;
   }
   return Outcome::kNext;
 }

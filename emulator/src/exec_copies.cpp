@@ -52,6 +52,7 @@ Outcome Machine::exec_bulk_copy(Warp& warp, Group&, Instruction const& in, u32 m
     }
     shared_bytes(to, offset, bytes);  // checks the range
     mbarrier(to, barrier);
+    check_signal(warp, to, barrier);
     auto operation = make_operation(self, "bulk copy");
     operation->writes(to, offset, offset + bytes);
     if (races_ != nullptr) {
@@ -66,7 +67,6 @@ Outcome Machine::exec_bulk_copy(Warp& warp, Group&, Instruction const& in, u32 m
       }
       std::memcpy(shared_bytes(to, offset, bytes), reinterpret_cast<void const*>(from), bytes);
       std::memset(&to->written[offset], 1, bytes);
-      std::memset(&to->dirty[offset], 0, bytes);
       if (races_ != nullptr) {
         races_->finish(*raw, *to, barrier);
       }
@@ -96,6 +96,7 @@ Outcome Machine::exec_async_copy(Warp& warp, Group&, Instruction const& in, u32 
     }
     shared_bytes(self, offset, bytes);  // checks the range
     auto operation = make_operation(self, "cp.async");
+    operation->generic_proxy = true;
     operation->writes(self, offset, offset + bytes);
     auto const finished = std::make_shared<bool>(false);
     warp.copies[l].push_back(finished);

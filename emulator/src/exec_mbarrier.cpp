@@ -30,8 +30,10 @@ enum WaitMode { kTest, kTry };
 
 }  // namespace
 
-/// mode: of arrive, whether it has .expect_tx; of a wait, the WaitMode and whether it has .parity.
+/// mode: of arrive, whether it has .expect_tx; of a wait, the WaitMode and whether it has .parity; of both,
+/// the Order, which is release or acquire by default.
 bool decode_mbarrier(Instruction& in) {
+  in.mode[2] = static_cast<int>(in.has("relaxed") ? Order::kRelaxed : Order::kFull);
   in.space = in.has("shared::cluster") ? Space::kSharedCluster : Space::kShared;
   if (in.has("noComplete") || in.has("arrive_drop") || in.has("complete_tx")) {
     return false;
@@ -95,6 +97,27 @@ void Machine::arrive(Cta* cta, u32 offset, u32 count, i32 expect_bytes) {
   set_mbarrier(cta, offset, barrier);
 }
 
+/// An operation of another warp than the one that initialised the mbarrier must be ordered after the init by
+/// some synchronization. With a relaxed barrier the PTX ISA demands a fence.mbarrier_init, too ("membar,
+/// fence"), which is not checked here: CUTLASS initialises the mbarrier of its TMEM deallocation behind the
+/// last such fence.
+void Machine::check_init(Warp& warp, Cta* cta, u32 offset) {
+  if (races_ != nullptr && !races_->init_is_ordered(warp, *cta, offset, false)) {
+    hazard("mbarrier at %u of rank %u is used by a warp that no synchronization orders after its init",
+           offset, cta->rank);
+  }
+}
+
+/// An asynchronous operation signals the mbarrier through the async proxy, for which its init must have been
+/// fenced: by fence.mbarrier_init, as in CUTLASS, or by fence.proxy.async (CUDA Programming Guide, "Using
+/// TMA").
+void Machine::check_signal(Warp& warp, Cta* cta, u32 offset) {
+  if (races_ != nullptr && !races_->init_is_ordered(warp, *cta, offset, true)) {
+    hazard("mbarrier at %u of rank %u is signalled by an asynchronous operation, and its init was not fenced",
+           offset, cta->rank);
+  }
+}
+
 /// complete_tx: an asynchronous operation has written the bytes.
 void Machine::complete_bytes(Cta* cta, u32 offset, u32 bytes) {
   Mbarrier barrier = mbarrier(cta, offset);
@@ -117,6 +140,9 @@ Outcome Machine::exec_mbarrier_init(Warp& warp, Group&, Instruction const& in, u
       shared_bytes(cta, offset, 8);
       cta->mbarriers.insert(offset);
       set_mbarrier(cta, offset, {n, n, 0, 0});
+      if (races_ != nullptr) {
+        races_->init_mbarrier(warp, *cta, offset);
+      }
     }
   }
   return Outcome::kNext;
@@ -157,7 +183,8 @@ Outcome Machine::exec_mbarrier_arrive(Warp& warp, Group&, Instruction const& in,
         write(warp, in.operands[0], l, pack(mbarrier(cta, offset)));
       }
       if (races_ != nullptr) {
-        races_->arrive_mbarrier(warp, *cta, offset);
+        check_init(warp, cta, offset);
+        races_->arrive_mbarrier(warp, *cta, offset, static_cast<Order>(in.mode[2]));
       }
       arrive(cta, offset, expect ? 1 : value, expect ? static_cast<i32>(value) : 0);
     }
@@ -175,6 +202,7 @@ Outcome Machine::exec_mbarrier_expect_tx(Warp& warp, Group&, Instruction const& 
       Cta* const cta =
           shared_cta(warp.cta, static_cast<u32>(address[l]), in.space == Space::kSharedCluster, &offset);
       Mbarrier barrier = mbarrier(cta, offset);
+      check_init(warp, cta, offset);
       barrier.tx_count += static_cast<i32>(bytes[l]);
       set_mbarrier(cta, offset, barrier);
     }
@@ -200,10 +228,12 @@ Outcome Machine::exec_mbarrier_wait(Warp& warp, Group& group, Instruction const&
     Cta* const cta = shared_cta(warp.cta, static_cast<u32>(address[l]), false, &offset);
     u32 const parity = in.mode[1] != 0 ? static_cast<u32>(state[l]) & 1 : unpack(state[l]).phase;
     // A phase is complete when the current phase has the other parity.
-    if (mbarrier(cta, offset).phase != parity) {
+    bool const complete = mbarrier(cta, offset).phase != parity;
+    check_init(warp, cta, offset);
+    if (complete) {
       ready |= 1u << l;
       if (races_ != nullptr) {
-        races_->observe_mbarrier(warp, *cta, offset);
+        races_->observe_mbarrier(warp, *cta, offset, static_cast<Order>(in.mode[2]));
       }
     } else if (!any_waits) {
       any_waits = true;

@@ -2,7 +2,8 @@
 // Family Instructions": tcgen05.alloc, tcgen05.cp, tcgen05.commit). exec_tmem.cpp has loads and stores,
 // mma.cpp the products.
 //
-// Each CTA has its own 512 columns of TMEM, so CTAs never wait for columns of each other.
+// Each CTA has its own 512 columns of TMEM, so that CTAs of one launch never wait for columns of each other.
+// Those of a dependent launch may hold columns on the same SM: see allocate_tmem.
 #include <algorithm>
 
 #include "families.hpp"
@@ -51,9 +52,11 @@ bool decode_tcgen05(Instruction& in) {
     return in.mode[1] >= 0 && in.mode[2] > 0 && !in.has("pack::16b") && !in.has("unpack::16b") &&
            !in.has("red");
   } else if (name == "wait") {
+    in.mode[1] = in.has("wait::st");
     in.handler = &Machine::exec_tcgen05_wait;
   } else if (name == "fence") {
-    in.handler = &Machine::exec_nothing;
+    in.mode[1] = in.has("fence::after_thread_sync");
+    in.handler = &Machine::exec_tcgen05_fence;
   }
   return in.handler != nullptr;
 }
@@ -67,6 +70,14 @@ std::vector<Cta*> Machine::cta_group(Cta* cta, int size) {
     fatal("cta_group::2 in a cluster without a pair of CTAs");
   }
   return {cta->cluster->ctas[cta->rank & ~1u].get(), cta->cluster->ctas[cta->rank | 1].get()};
+}
+
+u32 Machine::allocated_columns(Cta const& cta) {
+  u32 columns = 0;
+  for (auto const& [first, count] : cta.tmem_allocations) {
+    columns += count;
+  }
+  return columns;
 }
 
 /// The lowest free range of columns. TMEM is created, with NaN in all cells, at the first allocation.
@@ -85,6 +96,19 @@ u32 Machine::allocate_tmem(Cta* cta, u32 columns) {
   if (base + columns > kTmemColumns) {
     fatal("tcgen05.alloc of %u columns would wait for ever", columns);
   }
+  // Dependents start once this grid has executed launch_dependents. Those that have allocated columns keep
+  // them until this grid ends, and this grid would wait for the columns (PTX ISA, "griddepcontrol",
+  // "tcgen05.alloc").
+  u32 const shared_bytes = launch_.dynamic_shared_bytes + kernel_.static_shared_bytes + kSharedBase +
+                           session_.held_shared_bytes + kSharedBase;
+  if (cta->launched_dependents && allocated_columns(*cta) + columns + session_.held_columns > kTmemColumns &&
+      shared_bytes <= device_of(session_.options.compute_capability).sm_shared_bytes) {
+    fatal(
+        "tcgen05.alloc of %u columns after griddepcontrol.launch_dependents would wait for ever: a CTA of "
+        "the "
+        "dependent launch may hold %u on the same SM, and waits in griddepcontrol.wait",
+        columns, session_.held_columns);
+  }
   cta->tmem_allocations[base] = columns;
   return base;
 }
@@ -99,6 +123,36 @@ void Machine::check_tmem(Cta* cta, u32 column, u32 columns) {
     }
   }
   fatal("TMEM columns [%u, %u) of rank %u are not allocated", column, column + columns, cta->rank);
+}
+
+/// The order of an access to TMEM after those of other warps, at its issue (PTX ISA, "tcgen05 Memory
+/// Consistency Model"): by release and acquire, or by a tcgen05.fence::before_thread_sync, any
+/// synchronization and a tcgen05.fence::after_thread_sync. A load is recorded when tcgen05.wait::ld completes
+/// it, all else here.
+void Machine::check_tmem_order(Warp& warp, Cta* cta, Access const& access, char const* what) {
+  if (races_ == nullptr) {
+    return;
+  }
+  u32 const first = access.lane_low / kWarpSize, last = (access.lane_high + kWarpSize - 1) / kWarpSize;
+  if (!races_->tmem_is_ordered(warp, *cta, access.low, access.high, first, last, access.write)) {
+    hazard("%s TMEM columns [%u, %u), which no synchronization and tcgen05.fence order after another warp's",
+           what, access.low, access.high);
+  }
+  if (std::strcmp(access.what, "tcgen05.ld") != 0) {
+    races_->record_tmem(warp, *cta, access.low, access.high, first, last, access.write);
+  }
+}
+
+/// tcgen05.fence::before_thread_sync and ::after_thread_sync
+Outcome Machine::exec_tcgen05_fence(Warp& warp, Group&, Instruction const& in, u32 mask) {
+  if (mask != 0 && races_ != nullptr) {
+    if (in.mode[1] != 0) {
+      races_->fence_tcgen05_after(warp);
+    } else {
+      races_->fence_tcgen05_before(warp);
+    }
+  }
+  return Outcome::kNext;
 }
 
 /// tcgen05.alloc [destination], columns
@@ -171,8 +225,9 @@ Outcome Machine::exec_tcgen05_dealloc(Warp& warp, Group& group, Instruction cons
   if (found == cta->tmem_allocations.end() || found->second != columns) {
     fatal("tcgen05.dealloc of %u columns at %u, which is no allocation", columns, base);
   }
-  check_conflicts(cta, true, {base, base + columns, 0, kTmemLanes, true, 0, "", nullptr},
-                  "tcgen05.dealloc of", nullptr);
+  Access const access = {base, base + columns, 0, kTmemLanes, true, 0, "", nullptr};
+  check_conflicts(cta, true, access, "tcgen05.dealloc of", nullptr);
+  check_tmem_order(warp, cta, access, "tcgen05.dealloc of");
   cta->tmem_allocations.erase(found);
   return Outcome::kNext;
 }
@@ -252,7 +307,12 @@ Outcome Machine::exec_tcgen05_commit(Warp& warp, Group&, Instruction const& in, 
     }
     auto operation = make_operation(warp.cta, "tcgen05.commit");
     if (races_ != nullptr) {
-      races_->start(warp, *operation);
+      races_->start(warp, *operation, true);
+      for (u32 rank = 0; rank < cluster->ctas.size(); ++rank) {
+        if (ranks >> rank & 1) {
+          check_signal(warp, cluster->ctas[rank].get(), offset);
+        }
+      }
     }
     operation->run = [this, cluster, ranks, offset, raw = operation.get()] {
       for (u32 rank = 0; rank < cluster->ctas.size(); ++rank) {

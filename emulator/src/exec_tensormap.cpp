@@ -4,6 +4,7 @@
 
 #include "families.hpp"
 #include "machine.hpp"
+#include "races.hpp"
 
 namespace ptxemu {
 
@@ -129,6 +130,9 @@ Outcome Machine::exec_tensormap_copy(Warp& warp, Group& group, Instruction const
     TensorMap map;
     shared_read(warp, cta, offset, sizeof map, &map);
     memory_write(warp, Space::kGlobal, to, sizeof map, 0, &map);
+    if (races_ != nullptr) {
+      races_->change_map(warp, to);
+    }
   }
   return Outcome::kNext;
 }

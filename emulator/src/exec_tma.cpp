@@ -133,6 +133,9 @@ TensorMap Machine::read_tensormap(u64 address) {
   if ((map.tag & ~kOutOfBoundsBit) != kTensorMapTag) {
     fatal("there is no tensor map at 0x%llx", static_cast<unsigned long long>(address));
   }
+  if (char const* const wrong = races_ == nullptr ? nullptr : races_->use_map(*current_warp_, address)) {
+    hazard("use of the tensor map at 0x%llx, %s", static_cast<unsigned long long>(address), wrong);
+  }
   if ((map.tag & kOutOfBoundsBit) != 0 && map.span_bytes() < kSmallTensorBytes && !map.is_dense()) {
     fatal(
         "tensor map at 0x%llx: its tensor spans %llu bytes and has gaps, and bit 85 of the map, which the "
@@ -156,7 +159,6 @@ void Machine::load_box(Cta* cta, TensorMap const& map, i32 const* coordinates, u
         cta->shared[at + j - i] = j >= row.valid_low && j < row.valid_high ? from[j] : 0;
       }
       std::memset(&cta->written[at], 1, std::min(16u, row.bytes - i));
-      std::memset(&cta->dirty[at], 0, std::min(16u, row.bytes - i));
     }
   });
 }
@@ -231,7 +233,9 @@ Outcome Machine::exec_tma_load(Warp& warp, Group&, Instruction const& in, u32 ma
         }
         shared_bytes(to, offset, map.box_bytes());  // checks the range
         operation->writes(to, offset, offset + map.box_bytes());
-        mbarrier(ctas[barrier_cta(rank)].get(), barrier_offset);
+        Cta* const signalled = ctas[barrier_cta(rank)].get();
+        mbarrier(signalled, barrier_offset);
+        check_signal(warp, signalled, barrier_offset);
       }
     }
     if (races_ != nullptr) {
@@ -279,11 +283,6 @@ Outcome Machine::exec_tma_store(Warp& warp, Group&, Instruction const& in, u32 m
     }
     u32 const bytes = map.box_bytes();
     shared_bytes(self, offset, bytes);  // checks the range
-    // The generic-to-async check: it reads the marks at the issue, when the fence must have executed.
-    if (std::memchr(&self->dirty[offset], 1, bytes) != nullptr) {
-      hazard("TMA store of [%u, %u), written by threads without a fence.proxy.async after it", offset,
-             offset + bytes);
-    }
     if (std::memchr(&self->written[offset], 0, bytes) != nullptr) {
       hazard("TMA store of uninitialised shared memory in [%u, %u)", offset, offset + bytes);
     }

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "machine.hpp"
+#include "races.hpp"
 
 namespace ptxemu {
 
@@ -33,7 +34,11 @@ u32 registers_of(int shape, u32 repeat) {
 
 /// tcgen05.ld: a warp accesses the 32 lanes of its index modulo 4. The load reads TMEM, and defines its
 /// registers, at tcgen05.wait::ld or at the first instruction that names one of the registers, whichever
-/// comes first. Until then its range of TMEM is a pending access.
+/// comes first. Until it is complete its range of TMEM is a pending access, and no synchronization of the
+/// warp orders another warp's access after it. The PTX ISA respects the dependency through a register, but
+/// demands a wait for the order of accesses to memory ("Register dependencies, same thread"). CUTLASS's
+/// epilogues without shared memory rely on the dependency, so that the option loads_need_wait decides whether
+/// a use completes the load.
 Outcome Machine::exec_tcgen05_ld(Warp& warp, Group& group, Instruction const& in, u32 mask) {
   if (!converged(warp, group, kFullMask)) {
     return Outcome::kBlocked;
@@ -49,7 +54,6 @@ Outcome Machine::exec_tcgen05_ld(Warp& warp, Group& group, Instruction const& in
   }
   Operand const& to = in.operands[0];
   PendingLoad load;
-  load.operation = next_operation_++;
   if (to.kind == Operand::kVector) {
     for (Operand const& part : to.parts) {
       load.registers.push_back(part.reg);
@@ -73,10 +77,11 @@ Outcome Machine::exec_tcgen05_ld(Warp& warp, Group& group, Instruction const& in
     }
   }
   check_tmem(warp.cta, column, last + 1);
-  Access const access = {column, column + last + 1, lane,         lane + (half ? 16 : 32),
-                         false,  load.operation,    "tcgen05.ld", nullptr};
-  check_conflicts(warp.cta, true, access, "tcgen05.ld of", nullptr);
-  warp.cta->pending[1].push_back(access);
+  load.access = {column, column + last + 1, lane,         lane + (half ? 16 : 32),
+                 false,  next_operation_++, "tcgen05.ld", nullptr};
+  check_conflicts(warp.cta, true, load.access, "tcgen05.ld of", nullptr);
+  check_tmem_order(warp, warp.cta, load.access, "tcgen05.ld of");
+  warp.cta->pending[1].push_back(load.access);
   warp.is_pending.resize(kernel_.registers.size());
   for (int reg : load.registers) {
     warp.is_pending[static_cast<size_t>(reg)] = 1;
@@ -86,10 +91,12 @@ Outcome Machine::exec_tcgen05_ld(Warp& warp, Group& group, Instruction const& in
   return Outcome::kNext;
 }
 
-/// Reads TMEM into the registers of a pending load.
-void Machine::finish_load(Warp& warp, size_t index) {
-  PendingLoad const load = std::move(warp.pending_loads[index]);
-  warp.pending_loads.erase(warp.pending_loads.begin() + static_cast<long>(index));
+/// Reads TMEM into the registers of a load.
+void Machine::define_registers(Warp& warp, PendingLoad& load) {
+  if (load.defined) {
+    return;
+  }
+  load.defined = true;
   Cta* const cta = warp.cta;
   for (size_t r = 0; r < load.registers.size(); ++r) {
     u64* const row = warp.row(load.registers[r]);
@@ -103,13 +110,21 @@ void Machine::finish_load(Warp& warp, size_t index) {
     }
     warp.is_pending[static_cast<size_t>(load.registers[r])] = 0;
   }
-  auto& pending = cta->pending[1];
-  pending.erase(std::remove_if(pending.begin(), pending.end(),
-                               [&](Access const& access) { return access.operation == load.operation; }),
-                pending.end());
 }
 
-/// Finishes the pending load that defines a register of the operand.
+/// Completes a load.
+void Machine::finish_load(Warp& warp, size_t index) {
+  define_registers(warp, warp.pending_loads[index]);
+  Access const access = warp.pending_loads[index].access;
+  warp.pending_loads.erase(warp.pending_loads.begin() + static_cast<long>(index));
+  forget_access(warp.cta, access);
+  if (races_ != nullptr) {
+    u32 const quarter = access.lane_low / kWarpSize;
+    races_->record_tmem(warp, *warp.cta, access.low, access.high, quarter, quarter + 1, false);
+  }
+}
+
+/// Defines the registers of the pending load that has one of the operand's among them.
 void Machine::finish_loads_of(Warp& warp, Operand const& operand) {
   for (Operand const& part : operand.parts) {
     finish_loads_of(warp, part);
@@ -118,15 +133,19 @@ void Machine::finish_loads_of(Warp& warp, Operand const& operand) {
     return;
   }
   for (size_t i = 0; i < warp.pending_loads.size(); ++i) {
-    auto const& registers = warp.pending_loads[i].registers;
-    if (std::find(registers.begin(), registers.end(), operand.reg) != registers.end()) {
-      finish_load(warp, i);
+    PendingLoad& load = warp.pending_loads[i];
+    auto const& registers = load.registers;
+    if (!load.defined && std::find(registers.begin(), registers.end(), operand.reg) != registers.end()) {
+      define_registers(warp, load);
+      if (session_.options.loads_need_wait == 0) {
+        finish_load(warp, i);
+      }
       return;
     }
   }
 }
 
-/// tcgen05.st: writes TMEM at once, so tcgen05.wait::st has nothing to wait for.
+/// tcgen05.st: writes TMEM at once, but its range is a pending access until tcgen05.wait::st.
 Outcome Machine::exec_tcgen05_st(Warp& warp, Group& group, Instruction const& in, u32 mask) {
   if (!converged(warp, group, kFullMask)) {
     return Outcome::kBlocked;
@@ -136,37 +155,51 @@ Outcome Machine::exec_tcgen05_st(Warp& warp, Group& group, Instruction const& in
   }
   u32 const address = static_cast<u32>(uniform(warp, in.operands[0], mask));
   u32 const column = address & 0xFFFF, lane = address >> 16, own = kWarpSize * (warp.index % 4);
-  if (lane != own && !(in.mode[1] != k32x32b && lane == own + 16)) {
+  bool const half = in.mode[1] != k32x32b;
+  if (lane != own && !(half && lane == own + 16)) {
     fatal("tcgen05.st to lane %u by warp %u, which reaches lanes %u to %u", lane, warp.index, own, own + 31);
   }
   Operand const& from = in.operands[1];
   u32 const count = registers_of(in.mode[1], static_cast<u32>(in.mode[2]));
+  u32 const columns = cell_of(in.mode[1], kWarpSize - 1, count - 1).column + 1;
+  check_tmem(warp.cta, column, columns);
+  Access const access = {column, column + columns,  lane,         lane + (half ? 16 : 32),
+                         true,   next_operation_++, "tcgen05.st", nullptr};
+  check_conflicts(warp.cta, true, access, "tcgen05.st to", nullptr);
+  check_tmem_order(warp, warp.cta, access, "tcgen05.st to");
   for (u32 r = 0; r < count; ++r) {
     Row value;
     read(warp, from.kind == Operand::kVector ? from.parts.at(r) : from, value);
     for (u32 t = 0; t < kWarpSize; ++t) {
       Cell const cell = cell_of(in.mode[1], t, r);
-      check_tmem(warp.cta, column + cell.column, 1);
-      check_conflicts(warp.cta, true,
-                      {column + cell.column, column + cell.column + 1, lane + cell.lane, lane + cell.lane + 1,
-                       true, 0, "", nullptr},
-                      "tcgen05.st to", nullptr);
       warp.cta->tmem_word(lane + cell.lane, column + cell.column) =
           static_cast<u32>(value[static_cast<int>(t)]);
       warp.cta->tmem_is_written(lane + cell.lane, column + cell.column) = 1;
     }
   }
+  warp.cta->pending[1].push_back(access);
+  warp.pending_stores.push_back(access);
   return Outcome::kNext;
 }
 
 /// tcgen05.wait::ld and ::st
-Outcome Machine::exec_tcgen05_wait(Warp& warp, Group& group, Instruction const&, u32 mask) {
+Outcome Machine::exec_tcgen05_wait(Warp& warp, Group& group, Instruction const& in, u32 mask) {
   if (!converged(warp, group, kFullMask)) {
     return Outcome::kBlocked;
   }
-  while (mask != 0 && !warp.pending_loads.empty()) {
-    finish_load(warp, 0);
+  if (mask == 0) {
+    return Outcome::kNext;
   }
+  if (in.mode[1] == 0) {
+    while (!warp.pending_loads.empty()) {
+      finish_load(warp, 0);
+    }
+    return Outcome::kNext;
+  }
+  for (Access const& access : warp.pending_stores) {
+    forget_access(warp.cta, access);
+  }
+  warp.pending_stores.clear();
   return Outcome::kNext;
 }
 

@@ -56,7 +56,8 @@ class Machine {
   PTXEMU_HANDLER(exec_barrier);
   PTXEMU_HANDLER(exec_cluster_arrive);
   PTXEMU_HANDLER(exec_cluster_wait);
-  PTXEMU_HANDLER(exec_proxy_fence);
+  PTXEMU_HANDLER(exec_fence);
+  PTXEMU_HANDLER(exec_launch_dependents);
   PTXEMU_HANDLER(exec_mapa);
   PTXEMU_HANDLER(exec_mbarrier_init);
   PTXEMU_HANDLER(exec_mbarrier_inval);
@@ -84,6 +85,7 @@ class Machine {
   PTXEMU_HANDLER(exec_tcgen05_ld);
   PTXEMU_HANDLER(exec_tcgen05_st);
   PTXEMU_HANDLER(exec_tcgen05_wait);
+  PTXEMU_HANDLER(exec_tcgen05_fence);
 #undef PTXEMU_HANDLER
 
  private:
@@ -122,6 +124,7 @@ class Machine {
   u64 uniform(Warp& warp, Operand const& operand, u32 mask);     // the value in the lowest lane of the mask
   bool converged(Warp& warp, Group& group, u32 lanes);
   void finish_loads_of(Warp& warp, Operand const& operand);
+  void define_registers(Warp& warp, PendingLoad& load);
   void finish_load(Warp& warp, size_t index);
 
   // Shared memory and its mbarriers (shared.cpp, exec_mbarrier.cpp).
@@ -140,6 +143,8 @@ class Machine {
   void set_mbarrier(Cta* cta, u32 offset, Mbarrier barrier);
   void arrive(Cta* cta, u32 offset, u32 count, i32 expect_bytes = 0);
   void complete_bytes(Cta* cta, u32 offset, u32 bytes);
+  void check_init(Warp& warp, Cta* cta, u32 offset);
+  void check_signal(Warp& warp, Cta* cta, u32 offset);
 
   // Asynchronous operations (async.cpp). `in_fifo`: through the owner's queue of tcgen05 operations.
   std::shared_ptr<AsyncOperation> make_operation(Cta* owner, char const* what);
@@ -148,6 +153,8 @@ class Machine {
   u64 best_async_priority() const;
   bool run_async(bool highest_priority = false);
   void forget_accesses(AsyncOperation const& operation);
+  void forget_access(Cta* cta, Access const& access);
+  void check_order(AsyncOperation const& operation, AsyncOperation::Region const& region);
 
   // TMA, cluster launch control and tcgen05.
   TensorMap read_tensormap(u64 address);
@@ -155,8 +162,10 @@ class Machine {
   void store_box(Cta* cta, TensorMap const& map, i32 const* coordinates, u32 offset);
   void answer_try_cancel(Cta* cta, u32 response, u32 barrier, bool multicast);
   std::vector<Cta*> cta_group(Cta* cta, int size);
+  static u32 allocated_columns(Cta const& cta);
   u32 allocate_tmem(Cta* cta, u32 columns);
   void check_tmem(Cta* cta, u32 column, u32 columns);
+  void check_tmem_order(Warp& warp, Cta* cta, Access const& access, char const* what);
   void copy_to_tmem(Cta* cta, u32 column, u64 descriptor);
   struct Mma;
   void multiply(Mma const& mma);
@@ -184,7 +193,6 @@ class Machine {
   Warp* current_warp_ = nullptr;
   Instruction const* current_ = nullptr;
   bool warps_ended_ = false;  // a warp has exited since clusters were retired last
-  bool track_dirty_ = false;  // the kernel has TMA stores, so Cta::dirty is kept
   u64 zero_row_[kWarpSize] = {};
   u64 sink_row_[kWarpSize] = {};         // destination of operations whose result is discarded
   Row rows_[8];                          // sources of the current instruction

@@ -20,9 +20,6 @@ Machine::Machine(Launch const& launch, Session& session, std::function<void()> r
       run_predecessor_(std::move(run_predecessor)),
       random_(session.options.seed),
       executed_(kernel_.code.size()) {
-  for (Instruction const& in : kernel_.code) {
-    track_dirty_ = track_dirty_ || in.handler == &Machine::exec_tma_store;
-  }
   if (session.options.detect_races != 0) {
     races_ = std::make_unique<RaceDetector>();
   }
@@ -232,8 +229,9 @@ bool Machine::run_warp(Warp& warp, u64 quantum) {
       warp.done = true;
       warps_ended_ = true;
       warp.groups.clear();
-      if (!warp.pending_loads.empty()) {
-        hazard("warp exits with a tcgen05.ld that was not waited for");
+      if (!warp.pending_loads.empty() || !warp.pending_stores.empty()) {
+        hazard("warp exits with a tcgen05.%s that no tcgen05.wait has completed",
+               warp.pending_loads.empty() ? "st" : "ld");
       }
       return true;
     }

@@ -38,10 +38,12 @@ struct Session {
   ptxemu_options options;
   PtxLibrary library;
   Statistics statistics;
-  std::string last_error;            // report of the last fatal finding
-  std::vector<std::string> hazards;  // a report for each kind of hazard and line of PTX
-  u64 num_hazards = 0;               // all of them, repetitions included
-  bool standalone = false;           // PTXEMU_PTX is set: findings go to stderr too
+  std::string last_error;                       // report of the last fatal finding
+  std::vector<std::string> hazards;             // a report for each kind of hazard and line of PTX
+  u64 num_hazards = 0;                          // all of them, repetitions included
+  bool standalone = false;                      // PTXEMU_PTX is set: findings go to stderr too
+  u32 held_columns = 0, held_shared_bytes = 0;  // of TMEM and of shared memory, by a CTA of the launch that
+                                                // waits in griddepcontrol.wait for the one that executes
 
   void report_fatal(std::string const& text);
   void report_hazard(std::string const& text, bool fresh);  // fresh: not a repetition

@@ -84,13 +84,6 @@ void Machine::shared_write(Warp& warp, Cta* cta, u32 offset, u32 bytes, void con
       fatal("store to [%u, %u) overwrites the mbarrier at %u", offset, offset + bytes, *next);
     }
   }
-  // Marks the bytes for the generic-to-async check of TMA stores.
-  if (track_dirty_) {
-    std::memset(&cta->dirty[offset], 1, bytes);
-    if (cta == warp.cta) {
-      warp.unfenced.push_back({offset, offset + bytes});
-    }
-  }
   if (races_ != nullptr) {
     if (char const* const race = races_->access(warp, *cta, offset, bytes, true, is_atomic())) {
       hazard("write of shared memory [%u, %u) races with a %s", offset, offset + bytes, race);

@@ -42,6 +42,7 @@ constexpr u32 kSharedBase = 1024;  // bytes that the system reserves at the star
 constexpr u32 kRankShift = 24;
 constexpr u32 kOffsetMask = (1u << kRankShift) - 1;
 constexpr u32 kTmemColumns = 512, kTmemLanes = 128;
+constexpr u32 kTmemQuarters = 4;  // of the lanes: a warp accesses those of its index modulo 4
 
 /// A range of shared memory or TMEM that a pending asynchronous operation will access: bytes [low, high) of
 /// shared memory, or columns [low, high) and lanes [lane_low, lane_high) of TMEM.
@@ -70,7 +71,9 @@ struct AsyncOperation {
   Warp* warp;  // the issuer, which reports name
   Instruction const* instruction;
   std::vector<Region> regions;
-  std::function<void()> run;  // the effect of the operation
+  std::function<void()> run;   // the effect of the operation
+  bool generic_proxy = false;  // else its accesses belong to the async proxy
+  bool fenced_reads = false;   // threads' reads of what it overwrites need a proxy fence
 
   void reads(Cta* cta, u32 low, u32 high) { regions.push_back({cta, false, low, high, 0, 0, false}); }
   void writes(Cta* cta, u32 low, u32 high) { regions.push_back({cta, false, low, high, 0, 0, true}); }
@@ -117,9 +120,10 @@ struct BulkGroups {
   std::vector<Flag> open;                    // stores since the last commit_group
 };
 
-/// A tcgen05.ld that has been issued and whose destination registers are not defined yet.
+/// A tcgen05.ld that has been issued and is not complete yet.
 struct PendingLoad {
-  u64 operation;  // Access::operation of the TMEM that it reads
+  Access access;         // the TMEM that it reads
+  bool defined = false;  // whether its registers have their values
   std::vector<int> registers;
   std::vector<std::array<u16, kWarpSize>> lanes, columns;  // the TMEM cell of each register and thread
 };
@@ -135,15 +139,15 @@ struct Warp {
   std::map<int, BulkGroups> bulk;                       // by lane
   std::map<int, std::vector<BulkGroups::Flag>> copies;  // by lane: those of cp.async, true once executed
   std::vector<PendingLoad> pending_loads;
-  std::vector<u8> is_pending;                 // by register: 1 while a pending load will define it
-  std::vector<std::pair<u32, u32>> unfenced;  // bytes [first, second) of shared memory that the warp has
-                                              // written since its last fence.proxy.async
+  std::vector<Access> pending_stores;  // tcgen05.st that no tcgen05.wait::st has completed yet
+  std::vector<u8> is_pending;          // by register: 1 while a pending load will define it
   bool done = false;
   u64 priority = 0;              // of the pct schedule
   bool alloc_arrived = false;    // in tcgen05.alloc.cta_group::2, until both CTAs have arrived
   bool cluster_arrived = false;  // between barrier.cluster.arrive and .wait
   u64 cluster_generation = 0;    // of the cluster barrier when the warp arrived
   u32 race_id = 0;               // index in the clocks of RaceDetector
+  bool cancel_failed = false;    // a query_cancel of this warp has returned that a try_cancel failed
 
   u64* row(int reg) { return registers.get() + static_cast<size_t>(reg) * kWarpSize; }
 };
@@ -169,14 +173,13 @@ struct Cta {
   u32 id[3];
   u32 rank;  // in the cluster
   Cluster* cluster;
-  u32 shared_end;  // the first byte after its shared memory
-  // Each has an entry for every byte of shared memory: its value, whether it has been written, and whether
-  // the generic proxy wrote it with no fence.proxy.async of the writing warp since.
-  std::vector<u8> shared, written, dirty;
-  std::vector<u32> tmem;  // [lane][column], empty until the first allocation
+  u32 shared_end;                   // the first byte after its shared memory
+  std::vector<u8> shared, written;  // each byte of shared memory, and whether it has been written
+  std::vector<u32> tmem;            // [lane][column], empty until the first allocation
   std::vector<u8> tmem_written;
   std::map<u32, u32> tmem_allocations;  // first column -> columns
   bool relinquished = false;            // tcgen05.relinquish_alloc_permit has executed
+  bool launched_dependents = false;     // griddepcontrol.launch_dependents has executed
   u64 pair_arrivals = 0;  // at tcgen05.alloc.cta_group::2, which waits for the other CTA of the pair
   u32 pair_columns = 0, pair_base = 0;  // of that allocation
   NamedBarrier barriers[16];

@@ -10,7 +10,7 @@ _DECLARATIONS = ".extern .shared .align 1024 .b8 memory[];"
 _HEAD = """
     mov.u32 %r3, memory; add.u32 %r4, %r3, 4096; mov.u32 %r5, %tid.x; setp.eq.u32 %p1, %r5, 0;
     mad.lo.u32 %r6, %r5, 4, %r3; mad.wide.u32 %d1, %r5, 4, %in; mad.wide.u32 %d2, %r5, 4, %out;"""
-_INIT = "@%p1 mbarrier.init.shared::cta.b64 [%r4], 1; bar.warp.sync -1;"
+_INIT = "@%p1 mbarrier.init.shared::cta.b64 [%r4], 1; fence.mbarrier_init.release.cluster; bar.warp.sync -1;"
 _BULK = """
     @%p1 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r4], 128;
     @%p1 cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r3], [%in], 128, [%r4];"""

@@ -51,7 +51,7 @@ def test_mutants_are_single_faults():
         ]
         assert different == [m.line - 1]
     assert mutants(_KERNEL, "alu", limit=3, seed=4) == mutants(_KERNEL, "alu", limit=3, seed=4)
-    with pytest.raises(ValueError, match="'sync' or 'alu'"):
+    with pytest.raises(ValueError, match="'fence', 'sync' or 'alu'"):
         mutants(_KERNEL, "other")
 
 

@@ -50,6 +50,7 @@ mov.u32 %r4, tmem;
 mov.u32 %r5, done;
 @%p2 tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r4], 32;
 @%p3 mbarrier.init.shared.b64 [%r5], 1;
+fence.mbarrier_init.release.cluster;
 bar.sync 0;
 ld.shared.u32 %r6, [tmem];
 
@@ -129,6 +130,23 @@ def test_the_sign_bit_of_a_scale_factor_is_ignored(bench):
     assert not np.delete(is_nan, 70, axis=0).any()
 
 
+@pytest.mark.parametrize(
+    ("instruction", "report"),
+    [
+        ("fence.proxy.async.shared::cta;", "written by threads without a fence.proxy.async"),
+        ("fence.mbarrier_init.release.cluster;", "its init was not fenced"),
+        ("tcgen05.wait::st.sync.aligned;", "while a tcgen05.st that writes"),
+    ],
+)
+def test_a_missing_instruction_is_a_hazard(bench, instruction, report):
+    bench.emulator.configure("lazy")
+    body = (_HEAD + _STORE_A + _BODY).replace(instruction, "")
+    bench.kernel(body, "scale_a", "scale_b", "y", declarations=_SHARED)
+    ones = bench.emulator.upload(np.full((_ROWS, _BLOCKS), 0x38, np.uint8))
+    bench.launch(ones, ones, bench.emulator.empty((_ROWS, _COLUMNS), np.float32), block=(128, 1, 1))
+    assert report in bench.emulator.hazards()
+
+
 def _load_a(start: int, row_bytes: int, k_byte: int, layout: int) -> str:
     """PTX: TMA writes 128 rows at the byte `start` of a; the product begins at `k_byte` of each row."""
     descriptor = 1 << 16 | 8 * row_bytes >> 4 << 32 | 1 << 46 | layout << 61
@@ -139,6 +157,7 @@ mov.u32 %r40, loaded;
 mov.u64 %d6, k_map;
 mov.u32 %r41, 0;
 @%p3 mbarrier.init.shared.b64 [%r40], 1;
+fence.mbarrier_init.release.cluster;
 bar.sync 0;
 @%p3 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r40], {_ROWS * row_bytes};
 @%p3 cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes

@@ -15,7 +15,7 @@ _HEAD = """
     .reg .pred %p<9>; .reg .b32 %r<40>; .reg .b64 %d<9>;
     mov.u64 %d1, k_map; ld.param.u64 %d2, [k_out]; ld.param.u32 %r1, [k_x]; ld.param.u32 %r2, [k_y];
     mov.u32 %r3, memory; add.u32 %r4, %r3, 8192; mov.u32 %r5, %tid.x; setp.eq.u32 %p1, %r5, 0;"""
-_INIT = "@%p1 mbarrier.init.shared::cta.b64 [%r4], 1; bar.warp.sync -1;"
+_INIT = "@%p1 mbarrier.init.shared::cta.b64 [%r4], 1; fence.mbarrier_init.release.cluster; bar.warp.sync -1;"
 _LOAD = """
     @%p1 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r4], 2048;
     @%p1 cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes

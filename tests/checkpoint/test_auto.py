@@ -294,6 +294,7 @@ def test_wrong_arguments(tmp_path: Path, case: str) -> None:
             ["--auto", "--bits", "5", "--from", "modelopt", "--to", "fp4gemm"],
             "--auto: got with --from and --to",
         ),
+        (["--auto", "--bits", "5", "--format", "mxfp4"], "--auto: got with --format mxfp4, must be absent"),
     ],
 )
 def test_wrong_commands(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,7 +30,6 @@ from problems import (  # noqa: E402
 from ptxemu.mutate import Table, in_emulator, mutants, score  # noqa: E402
 from session import (  # noqa: E402
     KERNELS,
-    NUM_SMS,
     SCHEDULES,
     Call,
     Finding,
@@ -86,8 +85,10 @@ def ptx_score(session: Session, kernel: str, kind: str, limit: int | None, folde
         return same_bits(call.result(), problem.want)
 
     run = in_emulator(session.emulator, folder, execute)
-    device = {"num_sms": NUM_SMS, "compute_capability": session.capability}
-    schedules = [{**device, **OPTIONS, **schedule} for schedule in SCHEDULES]
+    # Kernels with n = 256 use registers of a load without a wait, as some of CUTLASS's do; others must wait.
+    strict = {**session.device, **OPTIONS, "loads_need_wait": 1}
+    options = strict if run(text, {**strict, **SCHEDULES[0]}) is None else {**strict, "loads_need_wait": 0}
+    schedules = [{**options, **schedule} for schedule in SCHEDULES]
     try:
         return score(mutants(text, kind, lines, limit), run, schedules)
     finally:
@@ -181,7 +182,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--limit", type=int, default=60, help="PTX mutants of each kind and kernel")
-    parser.add_argument("--kernel", default="dense_256x128x256.*bf16|grouped_128x128x256.*rowcol_bf16")
+    parser.add_argument("--kernel", default="sm100_(dense_256x128|grouped_128x128)x256.*rowcol_(bf16|fp32)")
     options = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as scratch:
@@ -193,7 +194,7 @@ def main() -> None:
             kernel, session = info.name, sessions.of(info)
             total, survivors = argument_survivors(session, kernel)
             print(f"{kernel}, arguments: {total - len(survivors)} of {total} noticed; survived: {survivors}")
-            for kind in ("sync", "alu"):
+            for kind in ("fence", "sync", "alu"):
                 table = ptx_score(session, kernel, kind, options.limit, folder)
                 print(f"{kernel}, {kind}: {table.summary()}", flush=True)
 

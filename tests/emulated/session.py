@@ -70,6 +70,7 @@ class Session:
 
     def __init__(self, folder: Path, capability: int) -> None:
         self.capability = capability
+        self.device = {"num_sms": NUM_SMS, "compute_capability": capability}
         self.arch = capability // 10 * 10
         self.emulator, self.ptx_files = load_emulator(folder)
         self.configure()
@@ -80,8 +81,7 @@ class Session:
 
     def configure(self, **options: object) -> None:
         """Sets the emulator's options, of which the device is one; see Emulator.configure."""
-        device = {"num_sms": NUM_SMS, "compute_capability": self.capability}
-        self.emulator.configure(**{**device, **options})  # type: ignore[arg-type]
+        self.emulator.configure(**{**self.device, **options})  # type: ignore[arg-type]
 
     def run(self, problem: Problem, kernel: str | None = None, **schedule: object) -> Tensor:
         """D with the pads behind its rows, after one call under one schedule; raises Finding."""

@@ -38,6 +38,14 @@ def test_faults_in_the_ptx_are_noticed(
     assert sum(table.killed.values()) >= 6, table.summary()
 
 
+@pytest.mark.parametrize("kernel", built(DENSE[0]))
+def test_missing_fences_are_noticed(sessions: Sessions, tmp_path: Path, kernel: fp4gemm.KernelInfo) -> None:
+    """Each fence of the kernel, and each wait for a warp's own asynchronous operations."""
+    table = mutants.ptx_score(sessions.of(kernel), kernel.name, "fence", None, tmp_path)
+    assert table.total >= 10
+    assert sum(table.killed.values()) >= 0.9 * table.total, table.summary()
+
+
 @pytest.mark.parametrize("kernel", built(*DENSE))
 def test_a_launch_waits_for_the_one_before(
     sessions: Sessions, tmp_path: Path, kernel: fp4gemm.KernelInfo
