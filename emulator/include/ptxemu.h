@@ -18,6 +18,12 @@ enum {
   PTXEMU_PCT = 3     /* probabilistic concurrency testing: random priorities that change at random points */
 };
 
+/* How products of matrices add up, for PTXEMU options and PTXEMU_ARITHMETIC. */
+enum {
+  PTXEMU_ROUNDED = 0,  /* exact sums, rounded once to the nearest fp32 */
+  PTXEMU_TRUNCATED = 1 /* as MMA-Sim models the tensor cores: aligned, truncated, and truncated to fp32 */
+};
+
 /* Each option with its default. */
 typedef struct ptxemu_options {
   int mode;               /* PTXEMU_LAZY */
@@ -35,6 +41,7 @@ typedef struct ptxemu_options {
   int faulty_tensor_maps; /* 0; 1: cuTensorMapEncodeTiled has the fault of drivers up to CUDA 13.2, and a map
                              of a tensor with gaps that spans less than 128 KB is fatal unless its user clears
                              bit 85 */
+  int arithmetic;         /* PTXEMU_ROUNDED */
   int driver_version;     /* CUDART_VERSION: what cudaDriverGetVersion and cuDriverGetVersion report */
   uint64_t instruction_budget; /* 2e9 warp instructions of a launch, beyond which it fails as a livelock */
 } ptxemu_options;

@@ -23,8 +23,10 @@ from typing import Any
 import numpy as np
 from ptxemu.ptx_files import extract_ptx
 
-__all__ = ["MODES", "DeviceArray", "Emulator", "EmulatorError", "extract_ptx"]
+__all__ = ["ARITHMETICS", "MODES", "DeviceArray", "Emulator", "EmulatorError", "extract_ptx"]
 
+# How products of matrices add up: include/ptxemu.h says what the names mean.
+ARITHMETICS = {"rounded": 0, "truncated": 1}
 MODES = {"eager": 0, "lazy": 1, "random": 2, "pct": 3}
 
 
@@ -45,6 +47,7 @@ class _Options(ctypes.Structure):
         ("detect_races", ctypes.c_int),
         ("loads_need_wait", ctypes.c_int),
         ("faulty_tensor_maps", ctypes.c_int),
+        ("arithmetic", ctypes.c_int),
         ("driver_version", ctypes.c_int),
         ("instruction_budget", ctypes.c_uint64),
     ]
@@ -167,17 +170,20 @@ class Emulator:
     def unload(self) -> None:
         self._library.ptxemu_unload()
 
-    def configure(self, mode: str = "lazy", **options: int) -> None:
+    def configure(self, mode: str = "lazy", arithmetic: str = "rounded", **options: int) -> None:
         """Sets all options; those that are not given get their default. ptxemu.h documents them.
 
         mode: "eager", "lazy", "random" or "pct"; options: seed, resident_clusters, num_sms,
         compute_capability, pdl, report_unwritten_global, hazards_are_fatal, detect_races, loads_need_wait,
-        faulty_tensor_maps, driver_version, instruction_budget.
+        faulty_tensor_maps, arithmetic ("rounded" or "truncated"), driver_version, instruction_budget.
         """
         if mode not in MODES:
             raise ValueError(f"mode is {mode!r}, must be one of {', '.join(MODES)}")
+        if arithmetic not in ARITHMETICS:
+            raise ValueError(f"arithmetic is {arithmetic!r}, must be one of {', '.join(ARITHMETICS)}")
         self._library.ptxemu_default_options(ctypes.byref(self._options))
         self._options.mode = MODES[mode]
+        self._options.arithmetic = ARITHMETICS[arithmetic]
         known = {name for name, _ in _Options._fields_}
         for name, value in options.items():
             if name not in known:

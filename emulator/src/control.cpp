@@ -22,6 +22,7 @@ void ptxemu_default_options(ptxemu_options* options) {
   options->num_sms = 148;
   options->compute_capability = 100;
   options->pdl = 1;
+  options->arithmetic = PTXEMU_ROUNDED;
   options->detect_races = 1;
   options->driver_version = CUDART_VERSION;
   options->instruction_budget = 2000000000;

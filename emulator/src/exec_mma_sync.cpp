@@ -3,8 +3,12 @@
 // shape: 16 elements of 16 bits, 32 of 8 bits with one scale factor, or 64 of 4 bits with a scale factor for
 // each 16 of them.
 //
-// The emulator sums the products in double, adds C, and rounds once to fp32, which is exact where the sum
-// fits in fp32; the hardware's alignment and truncation of summands are not modelled.
+// The option `arithmetic` says how the products add up: PTXEMU_ROUNDED sums them in double, adds C, and
+// rounds once to fp32; PTXEMU_TRUNCATED is MMA-Sim's model (numeric.hpp), in which products of fp16 and bf16
+// are summands with 25 fraction bits, and the exact sums of 16 products of e2m1 summands with 35. Sums that
+// fit in fp32 are the same.
+#include <cmath>
+
 #include "families.hpp"
 #include "machine.hpp"
 #include "numeric.hpp"
@@ -42,6 +46,49 @@ int decode_row(u8 const* bytes, int element, double* out) {
     out[i] = element == kF16 ? decode_f16(code) : decode_bf16(code);
   }
   return kRowBytes / 2;
+}
+
+/// The sum of 16 products and c in MMA-Sim's model. `least`: the exponent of subnormal elements.
+u32 truncated_product(double const* a, double const* b, int least, float c) {
+  constexpr int kCount = kRowBytes / 2, kFractionBits = 25;
+  Summand summands[kCount + 1];
+  double plain = c;
+  for (int i = 0; i < kCount; ++i) {
+    plain += a[i] * b[i];
+    if (std::isfinite(a[i]) && std::isfinite(b[i])) {
+      summands[i] = summand(static_cast<float>(a[i]), least) * summand(static_cast<float>(b[i]), least);
+    }
+  }
+  if (!std::isfinite(plain)) {
+    return plain != plain ? kTensorCoreNan : as_bits(static_cast<float>(plain));
+  }
+  summands[kCount] = summand(c, -126);
+  return as_bits(truncated_sum(summands, kCount + 1, kFractionBits));
+}
+
+/// The sum of 64 products of e2m1 with their ue4m3 scale factors and c in MMA-Sim's model.
+u32 truncated_block_product(double const* a, double const* b, double const* scale_a, double const* scale_b,
+                            float c) {
+  constexpr int kFractionBits = 35, kLeast = -6, kBlock = 16;
+  Summand summands[kMaxBlocks + 1];
+  double plain = c;
+  for (int i = 0; i < kMaxBlocks; ++i) {
+    double dot = 0;
+    for (int j = i * kBlock; j < (i + 1) * kBlock; ++j) {
+      dot += a[j] * b[j];
+    }
+    plain += scale_a[i] * scale_b[i];
+    if (scale_a[i] == scale_a[i] && scale_b[i] == scale_b[i]) {
+      summands[i] = Summand{static_cast<i64>(dot * 4), -2, 0} *  // a multiple of 1/4
+                    summand(static_cast<float>(scale_a[i]), kLeast) *
+                    summand(static_cast<float>(scale_b[i]), kLeast);
+    }
+  }
+  if (!std::isfinite(plain)) {
+    return plain != plain ? kTensorCoreNan : as_bits(static_cast<float>(plain));
+  }
+  summands[kMaxBlocks] = summand(c, -126);
+  return as_bits(truncated_sum(summands, kMaxBlocks + 1, kFractionBits));
 }
 
 }  // namespace
@@ -159,8 +206,12 @@ Outcome Machine::exec_mma_sync(Warp& warp, Group& group, Instruction const& in, 
     }
   }
 
+  bool const truncated = session_.options.arithmetic == PTXEMU_TRUNCATED;
+  if (truncated && in.mode[0] == kE4m3) {
+    fatal("mma.sync.kind::mxf8f6f4 with truncated arithmetic is not modelled");
+  }
   double sums[kM][kN];
-  for (int m = 0; m < kM; ++m) {
+  for (int m = 0; m < kM && !truncated; ++m) {
     for (int n = 0; n < kN; ++n) {
       double sum = 0;
       for (int i = 0; i < blocks; ++i) {
@@ -179,8 +230,14 @@ Outcome Machine::exec_mma_sync(Warp& warp, Group& group, Instruction const& in, 
   for (int r = 0; r < 4; ++r) {
     read_register(3, static_cast<size_t>(r));
     for (int l = 0; l < kWarpSize; ++l) {
-      double const c = static_cast<double>(as_float(row[l]));
-      d[r][l] = as_bits(static_cast<float>(sums[l / 4 + 8 * (r / 2)][2 * (l % 4) + r % 2] + c));
+      float const c = as_float(row[l]);
+      int const m = l / 4 + 8 * (r / 2), n = 2 * (l % 4) + r % 2;
+      if (truncated) {
+        d[r][l] = scaled ? truncated_block_product(a[m], b[n], scale_a[m], scale_b[n], c)
+                         : truncated_product(a[m], b[n], in.mode[0] == kF16 ? -14 : -126, c);
+      } else {
+        d[r][l] = as_bits(static_cast<float>(sums[m][n] + static_cast<double>(c)));
+      }
     }
   }
   for (int r = 0; r < 4; ++r) {

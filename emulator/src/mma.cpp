@@ -2,8 +2,10 @@
 // instruction multiplies 32 bytes of each row:
 //   kind::mxf4nvf4, blocks of 16   NVFP4: 64 values of k, and a scale factor for each 16 of them
 //   kind::mxf8f6f4                 MXFP8: 32 values of k in e4m3, and one scale factor
-// The emulator sums the products in double and rounds once to fp32, which is exact where the sum fits in
-// fp32; the hardware's alignment and truncation of summands are not modelled.
+// The option `arithmetic` says how the products add up: PTXEMU_ROUNDED sums them in double and rounds once to
+// fp32; PTXEMU_TRUNCATED, for NVFP4 alone, is MMA-Sim's model (numeric.hpp), in which the exact sum of 16
+// products and its two scale factors make a summand with 35 fraction bits. Sums that fit in fp32 are the
+// same.
 #include <algorithm>
 #include <cmath>
 
@@ -74,6 +76,18 @@ InstructionDescriptor unpack(u32 bits, int cta_group, Kind const& kind) {
 using Floats = float __attribute__((vector_size(32)));
 using Doubles = double __attribute__((vector_size(64)));
 constexpr u32 kVector = 8;
+
+/// dots[n] = sum over the block of NVFP4 of a[k] * b[k][n].
+PTXEMU_CLONES void multiply_block(float const* a, float const* b, u32 n, float* dots) {
+  for (u32 j = 0; j < n; j += kVector) {
+    Floats sum = {}, values;
+    for (u32 k = 0; k < 16; ++k) {
+      std::memcpy(&values, &b[k * kMaxColumns + j], sizeof values);
+      sum += a[k] * values;
+    }
+    std::memcpy(&dots[j], &sum, sizeof sum);
+  }
+}
 
 /// sums[n] += scale_a * scale_b[n] * sum over the block of NVFP4 of a[k] * b[k][n]. The sum over the block is
 /// exact in float, since it is a multiple of 1/4 of at most 576; its product with the two scale factors has
@@ -170,6 +184,59 @@ void Machine::read_scales(Cta* cta, u32 column, u32 rows, bool e8m0, u32 id, u32
   }
 }
 
+/// The product of the CTA's rows as MMA-Sim models it ("GST-FDPA" with groups of 16 and 35 fraction bits).
+void Machine::add_truncated(Cta* cta, Mma const& mma, float const* a, float const* b, float const* scale_a,
+                            float const* scale_b) {
+  constexpr int kFractionBits = 35;
+  constexpr Kind const& kNvfp4 = kKinds[0];
+  constexpr u32 kBlocks = kNvfp4.k / kNvfp4.block;
+  if (mma.kind != &kNvfp4) {
+    fatal("tcgen05.mma.kind::mxf8f6f4 with truncated arithmetic is not modelled");
+  }
+  u32 const n = mma.shape.n;
+  int const least = mma.shape.e8m0 ? -127 : -6;  // the exponent of the least normal scale factor
+  std::vector<Summand> columns(static_cast<size_t>(n) * kBlocks);
+  for (u32 j = 0; j < n; ++j) {
+    for (u32 i = 0; i < kBlocks; ++i) {
+      float const scale = scale_b[i * kMaxColumns + j];
+      columns[j * kBlocks + i] = scale == scale ? summand(scale, least) : Summand{};
+    }
+  }
+  float dots[kBlocks][kMaxColumns];
+  for (u32 r = 0; r < kRows; ++r) {
+    Summand row[kBlocks];
+    for (u32 i = 0; i < kBlocks; ++i) {
+      multiply_block(&a[r * kNvfp4.k + i * kNvfp4.block],
+                     &b[static_cast<size_t>(i) * kNvfp4.block * kMaxColumns], n, dots[i]);
+      float const scale = scale_a[r * kBlocks + i];
+      row[i] = scale == scale ? summand(mma.shape.negate_a ? -scale : scale, least) : Summand{};
+    }
+    for (u32 j = 0; j < n; ++j) {
+      u32& word = cta->tmem_word(r, mma.d + j);
+      u8& written = cta->tmem_is_written(r, mma.d + j);
+      if (mma.accumulate && written == 0) {
+        hazard("tcgen05.mma adds to uninitialised TMEM, lane %u, column %u", r, mma.d + j);
+      }
+      written = 1;
+      float const c = mma.accumulate ? as_float(word) : 0.0f;
+      Summand summands[kBlocks + 1];
+      bool is_nan = c != c;
+      for (u32 i = 0; i < kBlocks; ++i) {
+        float const both = scale_a[r * kBlocks + i] * scale_b[i * kMaxColumns + j];
+        is_nan = is_nan || both != both;
+        // A sum of 16 products is a multiple of 1/4.
+        summands[i] = Summand{static_cast<i64>(dots[i][j] * 4), -2, 0} * row[i] * columns[j * kBlocks + i];
+      }
+      if (is_nan) {
+        word = kTensorCoreNan;
+      } else if (!std::isinf(c)) {
+        summands[kBlocks] = summand(c, -126);
+        word = as_bits(truncated_sum(summands, kBlocks + 1, kFractionBits));
+      }
+    }
+  }
+}
+
 /// D = A B^T + D, or without + D. CTA i of the group has rows [128 i, 128 i + 128) of A and D with the scale
 /// factors of A, an equal part of the rows of B, and the scale factors of all of B.
 void Machine::multiply(Mma const& mma) {
@@ -204,6 +271,10 @@ void Machine::multiply(Mma const& mma) {
     check_tmem(cta, mma.d, n);
     read_operand_rows(cta, mma.a, kRows, depth, rows.data());
     read_scales(cta, mma.scales_a, kRows, mma.shape.e8m0, mma.shape.scale_a_id, blocks, scales.data());
+    if (session_.options.arithmetic == PTXEMU_TRUNCATED) {
+      add_truncated(cta, mma, rows.data(), b.data(), scales.data(), scale_b.data());
+      continue;
+    }
     for (u32 r = 0; r < kRows; ++r) {
       double sums[kMaxColumns] = {};
       for (u32 i = 0; i < blocks; ++i) {

@@ -2,6 +2,7 @@
 #include "numeric.hpp"
 
 #include <algorithm>
+#include <climits>
 #include <cmath>
 
 namespace ptxemu {
@@ -126,6 +127,39 @@ u32 encode_bf16(double x, Rounding rounding, bool satfinite) { return encode(kBf
 
 float round_to_float(double x, Rounding rounding) {
   return rounding == Rounding::kNearest ? static_cast<float>(x) : as_float(encode(kF32, x, rounding, false));
+}
+
+Summand summand(float x, int least) {
+  if (x == 0) {
+    return {0, least, least};
+  }
+  int const exponent = std::max(std::ilogb(x), least);
+  return {static_cast<i64>(std::ldexp(x, 23 - exponent)), exponent - 23, exponent};
+}
+
+Summand operator*(Summand const& a, Summand const& b) {
+  return {a.units * b.units, a.unit_exponent + b.unit_exponent, a.exponent + b.exponent};
+}
+
+float truncated_sum(Summand const* summands, int count, int fraction_bits) {
+  int largest = INT_MIN;
+  for (int i = 0; i < count; ++i) {
+    largest = std::max(largest, summands[i].units == 0 ? -126 : summands[i].exponent);
+  }
+  i64 sum = 0;
+  for (int i = 0; i < count; ++i) {
+    Summand const& s = summands[i];
+    int const shift = s.unit_exponent - (largest - fraction_bits);
+    if (shift >= 0) {
+      sum += s.units << shift;
+    } else if (shift > -63) {
+      sum += s.units < 0 ? -(-s.units >> -shift) : s.units >> -shift;  // towards zero
+    }
+  }
+  double const exact = std::ldexp(static_cast<double>(sum), largest - fraction_bits);
+  float const rounded = static_cast<float>(exact);
+  bool const away = std::fabs(static_cast<double>(rounded)) > std::fabs(exact);
+  return away && std::fabs(exact) < 0x1p128 ? std::nextafter(rounded, 0.0f) : rounded;
 }
 
 }  // namespace ptxemu

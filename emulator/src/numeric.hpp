@@ -25,6 +25,22 @@ u32 encode_f16(double x, Rounding rounding = Rounding::kNearest, bool satfinite 
 u32 encode_bf16(double x, Rounding rounding = Rounding::kNearest, bool satfinite = false);
 float round_to_float(double x, Rounding rounding = Rounding::kNearest);
 
+/// A summand of a fused sum: units * 2^unit_exponent, which is aligned by `exponent`.
+struct Summand {
+  i64 units;
+  int unit_exponent, exponent;
+};
+/// `x` as a summand that is aligned by its exponent, of which the least is `least`, that of subnormal
+/// numbers. Exact for finite numbers of up to 24 significant bits.
+Summand summand(float x, int least);
+/// The product of two summands.
+Summand operator*(Summand const& a, Summand const& b);
+/// The fused sum of MMA-Sim's model of the tensor cores (Xie et al., "MMA-Sim: Bit-Accurate Reference Model
+/// of Tensor Cores and Matrix Cores", arXiv 2511.10909): each summand is truncated to `fraction_bits` below
+/// the largest exponent, and their sum to fp32. A zero has the exponent -126.
+float truncated_sum(Summand const* summands, int count, int fraction_bits);
+constexpr u32 kTensorCoreNan = 0x7FFFFFFF;
+
 /// Rounds to an integer in the given direction; kNearest rounds ties to even.
 double round_to_integer(double x, Rounding rounding);
 

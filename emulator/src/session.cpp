@@ -118,6 +118,7 @@ Session::Session() {
   options.hazards_are_fatal = static_cast<int>(environment_number("PTXEMU_HAZARDS_FATAL", 0));
   options.pdl = static_cast<int>(environment_number("PTXEMU_PDL", static_cast<u64>(options.pdl)));
   options.faulty_tensor_maps = static_cast<int>(environment_number("PTXEMU_FAULTY_TENSOR_MAPS", 0));
+  options.arithmetic = static_cast<int>(environment_number("PTXEMU_ARITHMETIC", PTXEMU_ROUNDED));
   options.instruction_budget = environment_number("PTXEMU_BUDGET", options.instruction_budget);
   if (files != nullptr) {
     std::istringstream list(files);

@@ -5,11 +5,14 @@ from __future__ import annotations
 import ctypes
 import os
 import struct
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from ptxemu.emulator import Emulator
+
+sys.path.insert(0, str(Path(__file__).parent))  # for fused_sum.py
 
 _U16, _SWIZZLES = 1, {"none": 0, "32B": 1, "64B": 2, "128B": 3}  # CUtensorMapDataType, CUtensorMapSwizzle
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 import numpy as np
 import pytest
+from fused_sum import fused_sum, number, product
 from ptxemu.emulator import EmulatorError
 
 _RNG = np.random.default_rng(8)
@@ -19,6 +22,10 @@ def _e2m1(codes: np.ndarray) -> np.ndarray:
 def _e4m3(codes: np.ndarray) -> np.ndarray:
     """Normal numbers only, without their signs."""
     return (1 + (codes & 7) / 8) * 2.0 ** ((codes >> 3 & 15) - 7.0)
+
+
+def _ue4m3(code: int) -> float:
+    return float((code & 7) / 512 if code < 8 else _e4m3(np.array(code)))
 
 
 def _fragment_a(codes: np.ndarray, bits: int) -> np.ndarray:
@@ -87,11 +94,18 @@ def _fp4_problem() -> dict[str, np.ndarray]:
     }
 
 
-def _fp4(bench, problem: dict[str, np.ndarray], thread_a: int = 0, thread_b: int = 0, lanes_a=None):
+def _fp4(
+    bench,
+    problem: dict[str, np.ndarray],
+    thread_a: int = 0,
+    thread_b: int = 0,
+    lanes_a=None,
+    arithmetic: str = "rounded",
+):
     rows, columns = np.arange(16), np.arange(8)
     lanes_a = 4 * (rows % 8) + rows // 8 + 2 * thread_a if lanes_a is None else lanes_a
     bench.target = "sm_120a"
-    bench.emulator.configure(compute_capability=120)
+    bench.emulator.configure(compute_capability=120, arithmetic=arithmetic)
     return _multiply(
         bench,
         _FP4,
@@ -200,6 +214,60 @@ def test_mxfp8(bench, bytes_, threads):
     problem["scale_a"][9] = 255  # NaN
     is_nan = np.isnan(_fp8(bench, problem, bytes_, threads))
     np.testing.assert_array_equal(is_nan, _fragment_c(np.repeat(np.arange(16)[:, None] == 9, 8, 1)) == 1)
+def test_nvfp4_truncated(bench):
+    """Against MMA-Sim's model: groups of 16 exact products, 35 fraction bits, truncation to fp32."""
+    problem = _fp4_problem()
+    for name in ("scale_a", "scale_b"):  # all magnitudes, subnormal ones and 0 included
+        problem[name] = _RNG.integers(0, 127, problem[name].shape)
+    problem["c"] = _RNG.normal(0, 1, (16, 8)) * 2.0 ** _RNG.integers(-30, 40, (16, 8))
+    problem["c"] = problem["c"].astype(np.float32).astype(np.float64)
+    problem["c"][3] = 0
+    want = np.zeros((16, 8))
+    a, b = _e2m1(problem["a"]), _e2m1(problem["b"])
+    for m in range(16):
+        for n in range(8):
+            terms = [number(problem["c"][m, n], -126)]
+            for i in range(4):
+                dot = Fraction(float(a[m, 16 * i : 16 * i + 16] @ b[n, 16 * i : 16 * i + 16]))
+                scales = [_ue4m3(problem["scale_a"][m, i]), _ue4m3(problem["scale_b"][n, i])]
+                terms.append(product((dot, 0), *(number(scale, -6) for scale in scales)))
+            want[m, n] = fused_sum(terms, 35)
+    got = _fp4(bench, problem, arithmetic="truncated")
+    np.testing.assert_array_equal(got, _fragment_c(want))
+    assert (got != _fp4(bench, problem)).any()  # the two arithmetics differ
+
+
+@pytest.mark.parametrize("arithmetic", ["rounded", "truncated"])
+def test_sums_that_fit_in_fp32_do_not_depend_on_the_arithmetic(bench, arithmetic):
+    problem = _fp4_problem()
+    np.testing.assert_array_equal(_fp4(bench, problem, arithmetic=arithmetic), _fp4_expected(problem))
+    problem["scale_b"][3, 1] = 0xFF  # NaN
+    is_nan = np.isnan(_fp4(bench, problem, arithmetic=arithmetic))
+    np.testing.assert_array_equal(is_nan, _fragment_c(np.broadcast_to(np.arange(8) == 3, (16, 8))) == 1)
+
+
+@pytest.mark.parametrize("name", ["f16", "bf16"])
+def test_16_bit_truncated(bench, name):
+    """MMA-Sim: 16 products and C are summands with 25 fraction bits, and the sum is truncated to fp32."""
+    bits, least = (13, -14) if name == "f16" else (16, -126)
+    values = [_RNG.normal(0, 1, n) * 2.0 ** _RNG.integers(-12, 8, n) for n in ((16, 16), (8, 16))]
+    values = [(x.astype(np.float32).view(np.uint32) >> bits << bits).view(np.float32) for x in values]
+    codes = [
+        x.astype(np.float16).view(np.uint16) if name == "f16" else x.view(np.uint32) >> 16 for x in values
+    ]
+    if name == "f16":
+        values = [x.astype(np.float16) for x in values]
+    c = (_RNG.normal(0, 1, (16, 8)) * 2.0 ** _RNG.integers(-20, 20, (16, 8))).astype(np.float32)
+    bench.emulator.configure(arithmetic="truncated")
+    a, b = _fragment_a(codes[0], 16), _fragment_b(codes[1], 16)
+    got = _multiply(bench, f"m16n8k16.row.col.f32.{name}.{name}.f32", a, b, _fragment_c(c))
+    want = np.zeros((16, 8))
+    for m in range(16):
+        for n in range(8):
+            pairs = zip(values[0][m], values[1][n], strict=True)
+            terms = [product(number(float(x), least), number(float(y), least)) for x, y in pairs]
+            want[m, n] = fused_sum([number(float(c[m, n]), -126), *terms], 25)
+    np.testing.assert_array_equal(got, _fragment_c(want))
 
 
 @pytest.mark.parametrize("name", ["f16", "bf16"])

@@ -5,8 +5,11 @@ A lies in shared memory as threads store it, without a swizzle, or as TMA writes
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 import numpy as np
 import pytest
+from fused_sum import fused_sum
 from ptxemu.emulator import EmulatorError
 
 _ROWS, _COLUMNS, _BLOCKS = 128, 8, 4  # of D; the scale factors of a row
@@ -145,6 +148,25 @@ def test_a_missing_instruction_is_a_hazard(bench, instruction, report):
     ones = bench.emulator.upload(np.full((_ROWS, _BLOCKS), 0x38, np.uint8))
     bench.launch(ones, ones, bench.emulator.empty((_ROWS, _COLUMNS), np.float32), block=(128, 1, 1))
     assert report in bench.emulator.hazards()
+
+
+def test_truncated(bench):
+    """Against MMA-Sim's model: a summand is 16 products, all 1 here, with the exponent of their scales."""
+    rng = np.random.default_rng(4)
+    scale_a, scale_b = (rng.integers(8, 127, (n, _BLOCKS)).astype(np.uint8) for n in (_ROWS, _COLUMNS))
+    a, b = (((codes >> 3) - 7, 1 + (codes & 7) / 8) for codes in (scale_a.astype(int), scale_b.astype(int)))
+    want = np.zeros((_ROWS, _COLUMNS), np.float32)
+    for m in range(_ROWS):
+        for n in range(_COLUMNS):
+            terms = [
+                (Fraction(16 * a[1][m, i] * b[1][n, i]), int(a[0][m, i] + b[0][n, i])) for i in range(_BLOCKS)
+            ]
+            want[m, n] = fused_sum([*terms, (Fraction(0), -126)], 35)
+    bench.emulator.configure(arithmetic="truncated")
+    got = _multiply(bench, scale_a, scale_b)
+    np.testing.assert_array_equal(got, want)
+    bench.emulator.configure()
+    assert (got != _multiply(bench, scale_a, scale_b)).any()  # the two arithmetics differ
 
 
 def _load_a(start: int, row_bytes: int, k_byte: int, layout: int) -> str:
