@@ -16,15 +16,17 @@ enum Field { kAddress, kDim, kStride };
 
 u32 element_bits(u32 dtype) {
   // In the order of CUtensorMapDataType: U8 U16 U32 I32 U64 I64 F16 F32 F64 BF16 F32_FTZ TF32 TF32_FTZ
-  // 16U4_ALIGN8B
-  static u32 const bits[] = {8, 16, 32, 32, 64, 64, 16, 32, 64, 16, 32, 32, 32, 4};
+  // 16U4_ALIGN8B 16U4_ALIGN16B
+  static u32 const bits[] = {8, 16, 32, 32, 64, 64, 16, 32, 64, 16, 32, 32, 32, 4, 4};
   if (dtype >= sizeof bits / sizeof bits[0]) {
     fatal("tensor map of data type %u is not modelled", dtype);
   }
   return bits[dtype];
 }
 
-u32 TensorMap::row_bytes() const { return box[0] * element_bits(dtype) / 8; }
+u32 TensorMap::row_bytes() const {
+  return box[0] * (dtype == kPacked16U4Align16 ? 8 : element_bits(dtype)) / 8;
+}
 
 u32 TensorMap::box_bytes() const {
   u32 bytes = row_bytes();
@@ -50,6 +52,52 @@ bool TensorMap::is_dense() const {
   return elements * element_bits(dtype) / 8 == span_bytes();
 }
 
+std::string TensorMap::broken_rule() const {
+  bool const padded = dtype == kPacked16U4Align16;
+  u32 const alignment = padded ? 32 : 16;
+  char const* const of = padded ? " with 16U4_ALIGN16B" : "";
+  if (address % alignment != 0) {
+    return format_text("globalAddress 0x%llx must be a multiple of %u bytes%s",
+                       static_cast<unsigned long long>(address), alignment, of);
+  }
+  for (u32 d = 0; d < rank; ++d) {
+    if (dim[d] == 0) {
+      return format_text("globalDim[%u] is 0, must be 1 to 2^32 - 1", d);
+    }
+    if (box[d] == 0 || box[d] > 256) {
+      return format_text("boxDim[%u] is %u, must be 1 to 256", d, box[d]);
+    }
+    if (element_stride[d] == 0 || element_stride[d] > 8) {
+      return format_text("elementStrides[%u] is %u, must be 1 to 8", d, element_stride[d]);
+    }
+    if (d > 0 && (stride[d] % alignment != 0 || stride[d] >= 1ull << 40)) {
+      return format_text("globalStrides[%u] is %llu, must be a multiple of %u bytes below 2^40%s", d - 1,
+                         static_cast<unsigned long long>(stride[d]), alignment, of);
+    }
+  }
+  if (dtype == kPacked16U4Align8 && dim[0] % 2 != 0) {
+    return format_text("globalDim[0] is %u, must be a multiple of 2 with 16U4_ALIGN8B", dim[0]);
+  }
+  if (padded && dim[0] % 128 != 0) {
+    return format_text("globalDim[0] is %u, must be a multiple of 128 with 16U4_ALIGN16B", dim[0]);
+  }
+  if (padded && box[0] != 128) {
+    return format_text("boxDim[0] is %u, must be 128 with 16U4_ALIGN16B", box[0]);
+  }
+  if (padded && swizzle != kSwizzleNone && swizzle < kSwizzle128) {
+    return format_text("swizzle %u, must be none, 128B or 128B_ATOM_32B with 16U4_ALIGN16B", swizzle);
+  }
+  if (box[0] * element_bits(dtype) % 128 != 0) {
+    return format_text("a row of the box has %u bits, must be a multiple of 16 bytes",
+                       box[0] * element_bits(dtype));
+  }
+  if (u32 const span = swizzle_span(swizzle); span != 0 && row_bytes() > span) {
+    return format_text("a row of the box has %u bytes, must be at most the %u of the swizzle", row_bytes(),
+                       span);
+  }
+  return "";
+}
+
 std::string TensorMap::describe() const {
   static char const* const swizzles[] = {"none", "32B", "64B", "128B", "128B-atom32B"};
   std::string text = format_text("dtype %u rank %u swizzle %s box ", dtype, rank, swizzles[swizzle]);
@@ -73,7 +121,8 @@ bool decode_tensormap(Instruction& in) {
   return in.has("replace") && in.mode[0] >= 0 && in.has("shared::cta");
 }
 
-/// tensormap.replace.field [shared], value, or [shared], dimension, value
+/// tensormap.replace.field [shared], value, or [shared], dimension, value. The map may break rules between
+/// two of these instructions; its use checks them.
 Outcome Machine::exec_tensormap_replace(Warp& warp, Group&, Instruction const& in, u32 mask) {
   Row address, second, third;
   read(warp, in.operands[0], address);
@@ -107,10 +156,6 @@ Outcome Machine::exec_tensormap_replace(Warp& warp, Group&, Instruction const& i
       } else {
         map.stride[index] = third[l];
       }
-    }
-    if (map.address % 16 != 0 || map.stride[1] % 16 != 0) {
-      fatal("tensormap.replace: address 0x%llx, stride %llu, must be multiples of 16",
-            static_cast<unsigned long long>(map.address), static_cast<unsigned long long>(map.stride[1]));
     }
     shared_write(warp, cta, offset, sizeof map, &map);
   }

@@ -133,6 +133,13 @@ TensorMap Machine::read_tensormap(u64 address) {
   if ((map.tag & ~kOutOfBoundsBit) != kTensorMapTag) {
     fatal("there is no tensor map at 0x%llx", static_cast<unsigned long long>(address));
   }
+  if (std::string const broken = map.broken_rule(); !broken.empty()) {  // by tensormap.replace
+    fatal("tensor map at 0x%llx: %s", static_cast<unsigned long long>(address), broken.c_str());
+  }
+  if (map.dtype == kPacked16U4Align16) {
+    fatal("tensor map at 0x%llx: the use of 16U4_ALIGN16B (.b4x16_p64) is not modelled",
+          static_cast<unsigned long long>(address));
+  }
   if (char const* const wrong = races_ == nullptr ? nullptr : races_->use_map(*current_warp_, address)) {
     hazard("use of the tensor map at 0x%llx, %s", static_cast<unsigned long long>(address), wrong);
   }

@@ -3,6 +3,8 @@
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
+
 #include "memory.hpp"
 #include "runtime.hpp"
 #include "session.hpp"
@@ -104,13 +106,19 @@ CUresult cuTensorMapEncodeTiled(CUtensorMap* out, CUtensorMapDataType type, cuui
                                 cuuint32_t const* element_strides, CUtensorMapInterleave interleave,
                                 CUtensorMapSwizzle swizzle, CUtensorMapL2promotion,
                                 CUtensorMapFloatOOBfill fill) {
-  // The rules of the driver API's documentation of cuTensorMapEncodeTiled.
-  if (rank < 1 || rank > 5 || address_of(address) % 16 != 0 || address_of(out) % 64 != 0) {
-    return refuse(format_text("rank %u must be 1 to 5, address %p a multiple of 16, the map's %p of 64", rank,
-                              address, static_cast<void*>(out)));
+  if (rank < 1 || rank > 5) {
+    return refuse(format_text("tensorRank is %u, must be 1 to 5", rank));
+  }
+  if (address_of(out) % 64 != 0) {
+    return refuse(format_text("tensorMap %p must be a multiple of 64 bytes", static_cast<void*>(out)));
+  }
+  bool const packed =
+      type == CU_TENSOR_MAP_DATA_TYPE_16U4_ALIGN8B || type == CU_TENSOR_MAP_DATA_TYPE_16U4_ALIGN16B;
+  if (packed && fill != CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) {
+    return refuse("oobFill must be none with a packed data type");
   }
   if (interleave != CU_TENSOR_MAP_INTERLEAVE_NONE || swizzle > static_cast<int>(kSwizzle128Atom32) ||
-      type > CU_TENSOR_MAP_DATA_TYPE_16U4_ALIGN8B || fill != CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) {
+      type > CU_TENSOR_MAP_DATA_TYPE_16U4_ALIGN16B || fill != CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) {
     return refuse(format_text("interleave %d, swizzle %d, type %d, fill %d are not modelled", interleave,
                               swizzle, type, fill));
   }
@@ -121,24 +129,14 @@ CUresult cuTensorMapEncodeTiled(CUtensorMap* out, CUtensorMapDataType type, cuui
   map.dtype = static_cast<u8>(type);
   map.swizzle = static_cast<u8>(swizzle);
   for (u32 i = 0; i < rank; ++i) {
-    bool const bad_stride = i > 0 && (strides[i - 1] % 16 != 0 || strides[i - 1] >= (1ull << 40));
-    if (dims[i] == 0 || dims[i] > (1ull << 32) || box[i] == 0 || box[i] > 256 || element_strides[i] == 0 ||
-        element_strides[i] > 8 || bad_stride) {
-      return refuse(format_text("dimension %u: size %llu, box %u, element stride %u, stride %llu", i,
-                                static_cast<unsigned long long>(dims[i]), box[i], element_strides[i],
-                                i > 0 ? static_cast<unsigned long long>(strides[i - 1]) : 0));
-    }
-    map.dim[i] = static_cast<u32>(dims[i]);
-    map.box[i] = static_cast<u16>(box[i]);
-    map.element_stride[i] = static_cast<u8>(element_strides[i]);
+    // Numbers beyond the fields become some that break the same rule.
+    map.dim[i] = dims[i] > 0xFFFFFFFFull ? 0 : static_cast<u32>(dims[i]);
+    map.box[i] = static_cast<u16>(std::min<u32>(box[i], 0xFFFF));
+    map.element_stride[i] = static_cast<u8>(std::min<u32>(element_strides[i], 0xFF));
     map.stride[i] = i > 0 ? strides[i - 1] : 0;
   }
-  // A row of the box must fit into the span of the swizzle.
-  u32 const span = swizzle == CU_TENSOR_MAP_SWIZZLE_NONE ? 256 * 16 : swizzle_span(swizzle);
-  if (map.row_bytes() % 16 != 0 || map.row_bytes() > span ||
-      (type == CU_TENSOR_MAP_DATA_TYPE_16U4_ALIGN8B && box[0] % 32 != 0)) {
-    return refuse(
-        format_text("rows of %u bytes in the box, must be a multiple of 16 up to %u", map.row_bytes(), span));
+  if (std::string const broken = map.broken_rule(); !broken.empty()) {
+    return refuse(broken);
   }
   if (Session::instance().options.faulty_tensor_maps != 0) {
     map.tag |= kOutOfBoundsBit;

@@ -24,6 +24,8 @@ struct TensorMap {
   u64 span_bytes() const;  // from the first byte of the tensor to its last, gaps between rows included
   bool is_dense() const;   // no gaps between rows
   std::string describe() const;
+  /// The rule of cuTensorMapEncodeTiled's documentation that the map breaks, or "".
+  std::string broken_rule() const;
 };
 static_assert(sizeof(TensorMap) == 128, "a CUtensorMap has 128 bytes");
 
@@ -37,7 +39,11 @@ constexpr u64 kOutOfBoundsBit = 1ull << 21;
 constexpr u64 kSmallTensorBytes = 128 << 10;
 static_assert((kTensorMapTag & kOutOfBoundsBit) == 0, "the tag leaves the bit free");
 
-u32 element_bits(u32 dtype);  // of a CUtensorMapDataType
+/// The packed data types of CUtensorMapDataType, .b4x16 and .b4x16_p64 in PTX: 16 elements of 4 bits have 8
+/// bytes in global memory. In shared memory they have 8 bytes too, or 16 of which the last 8 are a gap.
+constexpr u32 kPacked16U4Align8 = 13, kPacked16U4Align16 = 14;
+
+u32 element_bits(u32 dtype);  // of a CUtensorMapDataType, in global memory
 
 /// CUtensorMapSwizzle: 16-byte units are permuted within 32, 64 or 128 bytes; kSwizzle128Atom32 permutes
 /// units of 32 bytes within 128, for transposed operands of 32-bit elements.
