@@ -374,6 +374,38 @@ def test_kernels_use_the_tensor_cores_meant(arch: str, function: str, instructio
             assert any(re.search(instruction, line) for line in machine_code(image)[name]), (image, name)
 
 
+def moved_registers(lines: list[str]) -> tuple[set[int], set[int]]:
+    """The numbers of registers that setmaxnreg gives to warpgroups of a kernel: fewer, and more."""
+    found: dict[str, set[int]] = {"DEALLOC": set(), "TRY_ALLOC": set()}
+    for instruction in sass.parse(line for line in lines if "USETMAXREG" in line):
+        found[instruction.name.split(".")[1]].add(int(instruction.operands[-1], 16))
+    return found["DEALLOC"], found["TRY_ALLOC"]
+
+
+def test_setmaxnreg_takes_no_more_registers_than_the_kernel_has() -> None:
+    """A warpgroup waits for ever for registers that no other gives back.
+
+    A CTA starts with the registers that ptxas reports for each of its threads, and fills the register file.
+    In the grouped kernels of SM100 one warpgroup, the epilogue's, asks for more; elsewhere all but one do.
+    """
+    registers = {(arch.removesuffix("a"), name): figures["REG"] for arch, name, figures in resources()}
+    moving: Counter[str] = Counter()
+    for image in overlapping_images():
+        for name, lines in machine_code(image).items():
+            fewer, more = moved_registers(lines)
+            if not fewer and not more:
+                continue
+            launched = registers[image.removesuffix("a"), name]
+            warpgroups = 65536 // (128 * launched)
+            growing = 1 if image.startswith("sm_10") else warpgroups - 1
+            taken = growing * max(more) + (warpgroups - growing) * max(fewer)
+            assert taken <= warpgroups * launched, f"{name}: {taken} of {warpgroups * launched}"
+            assert max(fewer) < launched < min(more), name
+            assert all(24 <= number <= 256 and number % 8 == 0 for number in fewer | more), name
+            moving[image[:5]] += 1
+    assert set(moving) == {f"sm_{arch}"[:5] for arch in built_archs() if arch >= 90}
+
+
 def find_nvcc() -> str | None:
     """nvcc on the PATH, else that of the wheels in this environment, else None."""
     beside = sorted(Path(sys.prefix).glob("lib/python*/site-packages/nvidia/*/bin/nvcc"))
