@@ -10,6 +10,8 @@
 
 namespace fp4gemm {
 
+struct GeneratedKernels;  // generated.hpp
+
 struct Architecture {
   int arch;                        // 10 * major + minor of the compute capability that names it
   char const* devices;             // the compute capabilities that its kernels serve: "10.0 10.3"
@@ -18,6 +20,7 @@ struct Architecture {
   Policy const* policy;            // by which one of its kernels is selected
   /// Refuses what none of its kernels can address; null: nothing that the C interface accepts.
   fp4gemm_status_t (*check_problem)(Problem const&);
+  GeneratedKernels const* generated;  // null: its kernels have no form with a formula of the caller's
 
   int num_kernels() const {
     int count = 0;

@@ -1,11 +1,9 @@
 // The properties of a device, which are read once, and the current device.
 #include "device.hpp"
 
-#include <cuda.h>
-#include <cuda_runtime_api.h>
-
 #include <atomic>
 
+#include "driver.hpp"
 #include "error.hpp"
 
 namespace fp4gemm {
@@ -24,17 +22,6 @@ fp4gemm_status_t read_properties(int device, DeviceProperties* properties) {
   FP4GEMM_CUDA(cudaDeviceGetAttribute(&properties->num_sms, cudaDevAttrMultiProcessorCount, device));
   properties->arch = 10 * major + minor;
   return FP4GEMM_SUCCESS;
-}
-
-/// A function of the driver, which the library does not link; null where the driver has none.
-template <class Function>
-Function driver_function(char const* name) {
-  void* function = nullptr;
-  cudaDriverEntryPointQueryResult result{};
-  cudaError_t const error =
-      cudaGetDriverEntryPointByVersion(name, &function, 11080, cudaEnableDefault, &result);
-  bool const found = error == cudaSuccess && result == cudaDriverEntryPointSuccess;
-  return found ? reinterpret_cast<Function>(function) : nullptr;
 }
 
 /// What a DeviceGuard calls.

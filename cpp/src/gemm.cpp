@@ -2,6 +2,7 @@
 #include "architecture.hpp"
 #include "figures.hpp"
 #include "gemm_plan.hpp"
+#include "generated.hpp"
 #include "quantize/prepacked_order.hpp"
 #include "registry.hpp"
 #include "select.hpp"
@@ -59,7 +60,8 @@ fp4gemm_status_t select_kernel(GemmArgs const& args, int device, GemmPlan* plan)
                    args.b.format,
                    args.batch_invariant != 0,
                    is_gated(args),
-                   args.use_fast_accum != 0};
+                   args.use_fast_accum != 0,
+                   args.generated != nullptr};
   int index = select_kernel(arch, plan->device.num_sms, wanted);
   if (index < 0 && !as_nvfp4) {
     wanted.format_a = format_of_a(args, /*reads_nvfp4=*/true);
@@ -68,6 +70,13 @@ fp4gemm_status_t select_kernel(GemmArgs const& args, int device, GemmPlan* plan)
   if (index >= 0) {
     plan->kernel = kernel_at(index);
     return FP4GEMM_SUCCESS;
+  }
+  if (served != nullptr && served->generated == nullptr && args.generated != nullptr) {
+    return fail(
+        FP4GEMM_ERROR_NOT_SUPPORTED,
+        "device: %d has compute capability %d.%d, must be 9.0 for an epilogue that is compiled at run "
+        "time",
+        device, arch / 10, arch % 10);
   }
   if (served != nullptr && is_gated(args) && args.out_dtype == FP4GEMM_FP32) {
     return fail(FP4GEMM_ERROR_NOT_SUPPORTED,
@@ -118,6 +127,10 @@ fp4gemm_status_t force_kernel(GemmArgs const& args, int device, GemmPlan* plan) 
     return fail(FP4GEMM_ERROR_NOT_SUPPORTED,
                 "kernel: '%s' does not run on device %d, whose compute capability is %d.%d", args.kernel,
                 device, arch / 10, arch % 10);
+  }
+  if (args.generated != nullptr && generated_tile(*served, *kernel, args.ragged) < 0) {
+    return fail(FP4GEMM_ERROR_NOT_SUPPORTED,
+                "kernel: '%s' has no form with an epilogue that is compiled at run time", args.kernel);
   }
   plan->kernel = kernel;
   return FP4GEMM_SUCCESS;
@@ -204,9 +217,9 @@ bool kernel_quantizes_a(Kernel const& kernel, Problem const& p) {
 /// and amaxes.
 void plan_a(GemmArgs const& args, int device, GemmPlan* plan) {
   plan->quantize_a =
-      quantizes_a(args) &&
-      (args.quantize_a != FP4GEMM_QUANTIZE_A_ROW || args.a_rows != nullptr || !is_default(plan->cast) ||
-       !kernel_quantizes_a(*plan->kernel, problem_of(args, *plan, nullptr, device)));
+      quantizes_a(args) && (args.quantize_a != FP4GEMM_QUANTIZE_A_ROW || args.a_rows != nullptr ||
+                            !is_default(plan->cast) || args.generated != nullptr ||
+                            !kernel_quantizes_a(*plan->kernel, problem_of(args, *plan, nullptr, device)));
   plan->decode_a = args.a.format == FP4GEMM_FORMAT_NVFP4 && plan->kernel->operands != Operands::kNvfp4;
   plan->decode_mxfp8 = args.a.format == FP4GEMM_FORMAT_MXFP8 && plan->kernel->operands != Operands::kMxfp8;
   size_t bytes = 0;
@@ -399,6 +412,17 @@ fp4gemm_status_t convert_operands(GemmArgs const& args, GemmPlan const& plan, ch
   return FP4GEMM_SUCCESS;
 }
 
+/// What the kernel of a plan is compiled for.
+GeneratedForm generated_form_of(GemmArgs const& args, GemmPlan const& plan, int device) {
+  Architecture const& served = *architecture_of(plan.device.arch);
+  return {served.arch,
+          device,
+          generated_tile(served, *plan.kernel, args.ragged),
+          generated_types_of(args),
+          args.generated->num_matrices,
+          args.generated->num_aux};
+}
+
 }  // namespace
 
 fp4gemm_status_t launch_gemm(GemmArgs const& args, GemmPlan const& plan, void* workspace, int device,
@@ -407,8 +431,23 @@ fp4gemm_status_t launch_gemm(GemmArgs const& args, GemmPlan const& plan, void* w
     return FP4GEMM_SUCCESS;
   }
   char* const bytes = static_cast<char*>(workspace);
+  if (args.generated == nullptr) {
+    FP4GEMM_TRY(convert_operands(args, plan, bytes, stream));
+    return plan.kernel->launch(problem_of(args, plan, bytes, device), bytes + plan.kernel_offset, stream);
+  }
+  GeneratedKernel const* const kernel = static_cast<GeneratedKernel const*>(args.generated->kernel);
+  FP4GEMM_CHECK(kernel != nullptr, "generated.kernel: is null, must be a handle of fp4gemm_generated_load");
+  GeneratedForm const form = generated_form_of(args, plan, device);
+  FP4GEMM_CHECK(
+      kernel->form == form,
+      "generated.kernel: is the handle of another kernel, must be one for %s on device %d with these "
+      "types of elements",
+      plan.kernel->info.name, device);
   FP4GEMM_TRY(convert_operands(args, plan, bytes, stream));
-  return plan.kernel->launch(problem_of(args, plan, bytes, device), bytes + plan.kernel_offset, stream);
+  GeneratedProblem const problem{problem_of(args, plan, bytes, device), static_cast<int>(columns_of_d(args)),
+                                 form.num_aux, form.types, generated_inputs_of(args)};
+  return architecture_of(plan.device.arch)
+      ->generated->launch(*kernel, plan.kernel->info.name, problem, bytes + plan.kernel_offset, stream);
 }
 
 namespace {
@@ -420,37 +459,122 @@ fp4gemm_status_t set_cast(GemmArgs const& args, fp4gemm_cast_t const* cast, Gemm
   return check_cast("cast.", *cast, args.quantize_a, args.a_rows != nullptr);
 }
 
+/// Checks the arguments without pointers, and makes the plan of the call.
+fp4gemm_status_t plan_call(GemmArgs const& args, fp4gemm_cast_t const* cast, int device, GemmPlan* plan) {
+  FP4GEMM_TRY(check_gemm_problem(args));
+  FP4GEMM_TRY(set_cast(args, cast, plan));
+  return plan_gemm(args, device, plan);
+}
+
 /// The query of the workspace. It makes the plan of the call, without pointers, which the checks therefore
 /// leave out.
-fp4gemm_status_t workspace_bytes(GemmArgs const* args, fp4gemm_cast_t const* cast, int device,
+fp4gemm_status_t workspace_bytes(GemmArgs const& args, fp4gemm_cast_t const* cast, int device,
                                  size_t* bytes) {
   FP4GEMM_CHECK(bytes != nullptr, "bytes: is null, must point at the result");
-  FP4GEMM_TRY(check_args(args));
-  FP4GEMM_TRY(check_gemm_problem(*args));
   GemmPlan plan;
-  FP4GEMM_TRY(set_cast(*args, cast, &plan));
-  FP4GEMM_TRY(plan_gemm(*args, device, &plan));
+  FP4GEMM_TRY(plan_call(args, cast, device, &plan));
   *bytes = plan.total_bytes;
   return FP4GEMM_SUCCESS;
 }
 
 /// The GEMM: all checks that need no kernel, the plan, the conversions, the kernel. What a kernel refuses
 /// itself it refuses after the conversions, which write to the workspace alone.
-fp4gemm_status_t run(GemmArgs const* args, fp4gemm_cast_t const* cast, void* workspace,
+fp4gemm_status_t run(GemmArgs const& args, fp4gemm_cast_t const* cast, void* workspace,
                      size_t workspace_bytes, int device, fp4gemm_stream_t stream) {
-  FP4GEMM_TRY(check_args(args));
-  FP4GEMM_TRY(check_gemm_problem(*args));
-  FP4GEMM_TRY(check_gemm_pointers(*args));
+  FP4GEMM_TRY(check_gemm_problem(args));
+  FP4GEMM_TRY(check_gemm_pointers(args));
   GemmPlan plan;
-  FP4GEMM_TRY(set_cast(*args, cast, &plan));
-  FP4GEMM_TRY(plan_gemm(*args, device, &plan));
+  FP4GEMM_TRY(set_cast(args, cast, &plan));
+  FP4GEMM_TRY(plan_gemm(args, device, &plan));
   if (plan.kernel == nullptr) {
     return FP4GEMM_SUCCESS;
   }
   FP4GEMM_TRY(check_workspace(workspace, workspace_bytes, plan.total_bytes));
   DeviceGuard const guard(device);
   FP4GEMM_TRY(guard.status());
-  return launch_gemm(*args, plan, workspace, device, stream);
+  return launch_gemm(args, plan, workspace, device, stream);
+}
+
+/// The arguments of a call with a formula, and the plan of it, for the functions that compile its kernel.
+fp4gemm_status_t plan_generated(fp4gemm_gemm_args_t const* args, fp4gemm_generated_t const* generated,
+                                int device, GemmArgs* call, GemmPlan* plan) {
+  FP4GEMM_TRY(check_args(args));
+  FP4GEMM_CHECK(generated != nullptr, "generated: is null, must point at the formula's inputs");
+  *call = GemmArgs(*args, generated);
+  // No cast changes the kernel, but for its format of A, which quantize_a says.
+  fp4gemm_cast_t const cast = FP4GEMM_CAST_INIT;
+  return plan_call(*call, &cast, device, plan);
+}
+
+fp4gemm_status_t write_source(Architecture const& arch, fp4gemm_kernel_info_t const& kernel,
+                              GeneratedForm const& form, fp4gemm_generated_t const& generated, char* source,
+                              size_t bytes) {
+  FP4GEMM_CHECK(source != nullptr || bytes == 0, "source: is null, must have %lld bytes",
+                ll(static_cast<int64_t>(bytes)));
+  SourceText to{source, bytes};
+  write_generated_source(*arch.generated, kernel, form, generated, to);
+  FP4GEMM_CHECK(to.length < bytes, "bytes: is %lld, must be more than %lld", ll(static_cast<int64_t>(bytes)),
+                ll(static_cast<int64_t>(to.length)));
+  return FP4GEMM_SUCCESS;
+}
+
+/// The source of the kernel that a call needs.
+fp4gemm_status_t write_source_for(fp4gemm_gemm_args_t const* args, fp4gemm_generated_t const* generated,
+                                  int device, char* source, size_t bytes) {
+  GemmArgs call;
+  GemmPlan plan;
+  FP4GEMM_TRY(plan_generated(args, generated, device, &call, &plan));
+  if (plan.kernel == nullptr) {
+    FP4GEMM_CHECK(source != nullptr && bytes > 0, "source: must have 1 byte or more");
+    source[0] = '\0';
+    return FP4GEMM_SUCCESS;
+  }
+  return write_source(*architecture_of(plan.device.arch), plan.kernel->info,
+                      generated_form_of(call, plan, device), *generated, source, bytes);
+}
+
+/// The source of a kernel of the table.
+fp4gemm_status_t write_source_of(char const* name, fp4gemm_ragged_t ragged,
+                                 fp4gemm_generated_t const* generated, char* source, size_t bytes) {
+  Kernel const* const kernel = name == nullptr ? nullptr : find_kernel(name);
+  FP4GEMM_CHECK(kernel != nullptr,
+                "kernel: '%s' is not in this build, must be one of the kernel table's names",
+                name == nullptr ? "(null)" : name);
+  FP4GEMM_CHECK(generated != nullptr, "generated: is null, must point at the formula's inputs");
+  Architecture const* const* arch = architectures();
+  while ((*arch)->arch != kernel->info.arch) {
+    ++arch;
+  }
+  int const tile = kernel->is_gated ? -1 : generated_tile(**arch, *kernel, ragged);
+  FP4GEMM_CHECK(tile >= 0, "kernel: '%s' has no form with an epilogue that is compiled at run time", name);
+  GemmArgs args(FP4GEMM_GEMM_ARGS_INIT, generated);
+  args.out_dtype = kernel->info.out_dtype;
+  args.num_groups = kernel->is_grouped ? 1 : 0;
+  args.ragged = ragged;
+  args.c = generated->takes_c != 0 ? name : nullptr;
+  FP4GEMM_TRY(check_generated(args));
+  GeneratedForm const form{(*arch)->arch,     0, tile, generated_types_of(args), generated->num_matrices,
+                           generated->num_aux};
+  return write_source(**arch, kernel->info, form, *generated, source, bytes);
+}
+
+fp4gemm_status_t load(fp4gemm_gemm_args_t const* args, fp4gemm_generated_t const* generated, int device,
+                      void const* cubin, void const** kernel) {
+  FP4GEMM_CHECK(cubin != nullptr, "cubin: is null, must point at the compiled kernel");
+  FP4GEMM_CHECK(kernel != nullptr, "kernel: is null, must point at the result");
+  GemmArgs call;
+  GemmPlan plan;
+  FP4GEMM_TRY(plan_generated(args, generated, device, &call, &plan));
+  FP4GEMM_CHECK(plan.kernel != nullptr, "m, n: are %lld and %lld, must be positive", ll(args->m),
+                ll(args->n));
+  DeviceGuard const guard(device);
+  FP4GEMM_TRY(guard.status());
+  GeneratedForm const form = generated_form_of(call, plan, device);
+  GeneratedKernel const* loaded = nullptr;
+  FP4GEMM_TRY(load_generated(cubin, architecture_of(plan.device.arch)->generated->shared_bytes(form.tile),
+                             device, form, &loaded));
+  *kernel = loaded;
+  return FP4GEMM_SUCCESS;
 }
 
 }  // namespace
@@ -461,24 +585,60 @@ extern "C" {
 fp4gemm_status_t fp4gemm_gemm_with_cast_workspace_bytes(fp4gemm_gemm_args_t const* args,
                                                         fp4gemm_cast_t const* cast, int device,
                                                         size_t* bytes) {
-  return fp4gemm::workspace_bytes(args, cast, device, bytes);
+  FP4GEMM_TRY(fp4gemm::check_args(args));
+  return fp4gemm::workspace_bytes(*args, cast, device, bytes);
 }
 
 fp4gemm_status_t fp4gemm_gemm_with_cast(fp4gemm_gemm_args_t const* args, fp4gemm_cast_t const* cast,
                                         void* workspace, size_t workspace_bytes, int device,
                                         fp4gemm_stream_t stream) {
-  return fp4gemm::run(args, cast, workspace, workspace_bytes, device, stream);
+  FP4GEMM_TRY(fp4gemm::check_args(args));
+  return fp4gemm::run(*args, cast, workspace, workspace_bytes, device, stream);
 }
 
 fp4gemm_status_t fp4gemm_gemm_workspace_bytes(fp4gemm_gemm_args_t const* args, int device, size_t* bytes) {
   fp4gemm_cast_t const cast = FP4GEMM_CAST_INIT;
-  return fp4gemm::workspace_bytes(args, &cast, device, bytes);
+  return fp4gemm_gemm_with_cast_workspace_bytes(args, &cast, device, bytes);
 }
 
 fp4gemm_status_t fp4gemm_gemm(fp4gemm_gemm_args_t const* args, void* workspace, size_t workspace_bytes,
                               int device, fp4gemm_stream_t stream) {
   fp4gemm_cast_t const cast = FP4GEMM_CAST_INIT;
-  return fp4gemm::run(args, &cast, workspace, workspace_bytes, device, stream);
+  return fp4gemm_gemm_with_cast(args, &cast, workspace, workspace_bytes, device, stream);
+}
+
+fp4gemm_status_t fp4gemm_generated_source(fp4gemm_gemm_args_t const* args,
+                                          fp4gemm_generated_t const* generated, int device, char* source,
+                                          size_t bytes) {
+  return fp4gemm::write_source_for(args, generated, device, source, bytes);
+}
+
+fp4gemm_status_t fp4gemm_generated_source_of_kernel(char const* kernel, fp4gemm_ragged_t ragged,
+                                                    fp4gemm_generated_t const* generated, char* source,
+                                                    size_t bytes) {
+  return fp4gemm::write_source_of(kernel, ragged, generated, source, bytes);
+}
+
+fp4gemm_status_t fp4gemm_generated_load(fp4gemm_gemm_args_t const* args, fp4gemm_generated_t const* generated,
+                                        int device, void const* cubin, void const** kernel) {
+  return fp4gemm::load(args, generated, device, cubin, kernel);
+}
+
+fp4gemm_status_t fp4gemm_gemm_generated_workspace_bytes(fp4gemm_gemm_args_t const* args,
+                                                        fp4gemm_cast_t const* cast,
+                                                        fp4gemm_generated_t const* generated, int device,
+                                                        size_t* bytes) {
+  FP4GEMM_TRY(fp4gemm::check_args(args));
+  FP4GEMM_CHECK(generated != nullptr, "generated: is null, must point at the formula's inputs");
+  return fp4gemm::workspace_bytes({*args, generated}, cast, device, bytes);
+}
+
+fp4gemm_status_t fp4gemm_gemm_generated(fp4gemm_gemm_args_t const* args, fp4gemm_cast_t const* cast,
+                                        fp4gemm_generated_t const* generated, void* workspace,
+                                        size_t workspace_bytes, int device, fp4gemm_stream_t stream) {
+  FP4GEMM_TRY(fp4gemm::check_args(args));
+  FP4GEMM_CHECK(generated != nullptr, "generated: is null, must point at the formula's inputs");
+  return fp4gemm::run({*args, generated}, cast, workspace, workspace_bytes, device, stream);
 }
 
 }  // extern "C"

@@ -186,6 +186,45 @@ cutlass_evt::EpilogueVector vector_of(fp4gemm_vector_t const& v) {
   return {v.data, v.group_stride, v.numel != 1};
 }
 
+/// A matrix that a formula reads or writes: `columns` are its own.
+fp4gemm_status_t check_generated_matrix(char const* name, fp4gemm_generated_matrix_t const& matrix,
+                                        GemmArgs const& args, int64_t columns) {
+  FP4GEMM_TRY(check_buffer(name, matrix.data, num_d(args) * args.m * columns));
+  return check_row_stride(name, matrix.row_stride, columns, dtype_bytes(matrix.dtype));
+}
+
+/// Checks the pointers of a formula.
+fp4gemm_status_t check_generated_pointers(GemmArgs const& args) {
+  fp4gemm_generated_t const& generated = *args.generated;
+  int64_t const columns = generated.takes_pairs != 0 ? args.n / 2 : args.n;  // of its inputs
+  for (int i = 0; i < generated.num_rows; ++i) {
+    FP4GEMM_CHECK(generated.rows[i].data != nullptr, "generated.rows: number %d is null", i);
+    FP4GEMM_TRY(check_vector("generated.rows", generated.rows[i], args.m, true, is_ragged_k(args)));
+  }
+  for (int i = 0; i < generated.num_columns; ++i) {
+    FP4GEMM_CHECK(generated.columns[i].data != nullptr, "generated.columns: number %d is null", i);
+    FP4GEMM_TRY(check_vector("generated.columns", generated.columns[i], columns, true, is_grouped(args)));
+  }
+  for (int i = 0; i < generated.num_groups; ++i) {
+    FP4GEMM_TRY(check_buffer("generated.groups", generated.groups[i], args.num_groups, sizeof(float)));
+  }
+  for (int i = 0; i < generated.num_matrices; ++i) {
+    FP4GEMM_TRY(check_generated_matrix("generated.matrices", generated.matrices[i], args, columns));
+  }
+  for (int i = 0; i < generated.num_aux; ++i) {
+    FP4GEMM_TRY(check_generated_matrix("generated.aux", generated.aux[i], args, columns_of_d(args)));
+  }
+  FP4GEMM_CHECK((args.bias.data != nullptr) == (generated.takes_bias != 0),
+                "bias: data is %p, must %s with this formula", static_cast<void const*>(args.bias.data),
+                generated.takes_bias != 0 ? "be given" : "be null");
+  return FP4GEMM_SUCCESS;
+}
+
+static_assert(FP4GEMM_GENERATED_MOST_VECTORS == cutlass_evt::kMostGeneratedVectors &&
+                  FP4GEMM_GENERATED_MOST_MATRICES == cutlass_evt::kMostGeneratedMatrices &&
+                  FP4GEMM_GENERATED_MOST_SCALARS == cutlass_evt::kMostGeneratedScalars &&
+                  FP4GEMM_GENERATED_MOST_AUX == cutlass_evt::kMostGeneratedAux,
+              "generated.h and cutlass_evt must have the same limits");
 static_assert(static_cast<int>(cutlass_evt::OutputType::kBf16) == FP4GEMM_BF16 &&
                   static_cast<int>(cutlass_evt::OutputType::kFp16) == FP4GEMM_FP16 &&
                   static_cast<int>(cutlass_evt::OutputType::kFp32) == FP4GEMM_FP32,
@@ -226,6 +265,81 @@ cutlass_evt::EpilogueArguments epilogue_of(GemmArgs const& args) {
   return epilogue;
 }
 
+fp4gemm_status_t check_generated(GemmArgs const& args) {
+  fp4gemm_generated_t const& generated = *args.generated;
+  FP4GEMM_CHECK(generated.struct_size == sizeof(generated),
+                "generated: struct_size is %lld, must be %lld; initialize the struct with its _INIT macro",
+                ll(static_cast<int64_t>(generated.struct_size)), ll(sizeof(generated)));
+  FP4GEMM_TRY(check_flag("generated.takes_pairs", generated.takes_pairs));
+  FP4GEMM_TRY(check_flag("generated.takes_bias", generated.takes_bias));
+  FP4GEMM_TRY(check_flag("generated.takes_c", generated.takes_c));
+  FP4GEMM_CHECK(generated.num_results == 1 || (generated.num_results == 2 && generated.takes_pairs != 0),
+                "generated.num_results: is %d, must be 1, or with pairs 1 or 2", generated.num_results);
+  struct {
+    char const* name;
+    int count, most;
+  } const numbers[] = {
+      {"num_rows", generated.num_rows, FP4GEMM_GENERATED_MOST_VECTORS},
+      {"num_columns", generated.num_columns, FP4GEMM_GENERATED_MOST_VECTORS},
+      {"num_groups", generated.num_groups, FP4GEMM_GENERATED_MOST_VECTORS},
+      {"num_matrices", generated.num_matrices, FP4GEMM_GENERATED_MOST_MATRICES},
+      {"num_scalars", generated.num_scalars, FP4GEMM_GENERATED_MOST_SCALARS},
+      {"num_aux", generated.num_aux, FP4GEMM_GENERATED_MOST_AUX},
+  };
+  for (auto const& number : numbers) {
+    FP4GEMM_CHECK(number.count >= 0 && number.count <= number.most,
+                  "generated.%s: is %d, must be between 0 and %d", number.name, number.count, number.most);
+  }
+  for (int i = 0; i < generated.num_matrices; ++i) {
+    FP4GEMM_TRY(check_dtype("generated.matrices: dtype", generated.matrices[i].dtype));
+  }
+  for (int i = 0; i < generated.num_aux; ++i) {
+    FP4GEMM_TRY(check_dtype("generated.aux: dtype", generated.aux[i].dtype));
+  }
+  FP4GEMM_CHECK(args.activation == FP4GEMM_ACTIVATION_NONE,
+                "activation: is %s, must be none with a formula of the caller's", activation_name(args));
+  FP4GEMM_CHECK(generated.takes_pairs == 0 || !is_ragged_k(args),
+                "generated.takes_pairs: is 1, must be 0 for groups that are ragged in k");
+  FP4GEMM_CHECK(generated.num_groups == 0 || is_grouped(args),
+                "generated.num_groups: is %d, must be 0 without groups", generated.num_groups);
+  FP4GEMM_CHECK((args.c != nullptr) == (generated.takes_c != 0), "c: is %p, must %s with this formula",
+                args.c, generated.takes_c != 0 ? "be given" : "be null");
+  return check_size("n", args.n, 0, generated.takes_pairs != 0 ? 16 : 8);
+}
+
+cutlass_evt::GeneratedInputs generated_inputs_of(GemmArgs const& args) {
+  fp4gemm_generated_t const& generated = *args.generated;
+  cutlass_evt::GeneratedInputs inputs;
+  for (int i = 0; i < generated.num_rows; ++i) {
+    inputs.rows[i] = vector_of(generated.rows[i]);
+  }
+  for (int i = 0; i < generated.num_columns; ++i) {
+    inputs.columns[i] = vector_of(generated.columns[i]);
+  }
+  std::copy_n(generated.groups, generated.num_groups, inputs.groups);
+  for (int i = 0; i < generated.num_matrices; ++i) {
+    inputs.matrices[i] = {generated.matrices[i].data, generated.matrices[i].row_stride};
+  }
+  for (int i = 0; i < generated.num_aux; ++i) {
+    inputs.aux[i] = {generated.aux[i].data, generated.aux[i].row_stride};
+  }
+  std::copy_n(generated.scalars, generated.num_scalars, inputs.scalars);
+  return inputs;
+}
+
+cutlass_evt::GeneratedTypes generated_types_of(GemmArgs const& args) {
+  fp4gemm_generated_t const& generated = *args.generated;
+  cutlass_evt::GeneratedTypes types;
+  types.output = static_cast<cutlass_evt::OutputType>(args.out_dtype);
+  for (int i = 0; i < generated.num_matrices; ++i) {
+    types.matrices[i] = static_cast<cutlass_evt::OutputType>(generated.matrices[i].dtype);
+  }
+  for (int i = 0; i < generated.num_aux; ++i) {
+    types.aux[i] = static_cast<cutlass_evt::OutputType>(generated.aux[i].dtype);
+  }
+  return types;
+}
+
 fp4gemm_status_t check_gemm_problem(GemmArgs const& args) {
   FP4GEMM_TRY(check_groups(args));
   FP4GEMM_TRY(check_dtype("out_dtype", args.out_dtype));
@@ -249,6 +363,9 @@ fp4gemm_status_t check_gemm_problem(GemmArgs const& args) {
   FP4GEMM_TRY(check_flag("b_is_constant", args.b_is_constant));
   FP4GEMM_TRY(check_flag("batch_invariant", args.batch_invariant));
   FP4GEMM_TRY(check_formats(args));
+  if (args.generated != nullptr) {
+    FP4GEMM_TRY(check_generated(args));
+  }
   return check_quantization(args);
 }
 
@@ -270,12 +387,15 @@ fp4gemm_status_t check_gemm_pointers(GemmArgs const& args) {
   }
   if (args.c != nullptr) {
     FP4GEMM_TRY(check_buffer("c", args.c, out_elems));
-    FP4GEMM_TRY(check_row_stride("c_row_stride", args.c_row_stride, args.n, bytes));
+    FP4GEMM_TRY(check_row_stride("c_row_stride", args.c_row_stride, columns_of_d(args), bytes));
   } else {
     FP4GEMM_CHECK(args.c_row_stride == 0, "c_row_stride: is %lld, must be 0 without c",
                   ll(args.c_row_stride));
   }
   FP4GEMM_TRY(check_buffer("d", args.d, out_elems));
+  if (args.generated != nullptr) {
+    FP4GEMM_TRY(check_generated_pointers(args));
+  }
   return check_row_stride("d_row_stride", args.d_row_stride, columns_of_d(args), bytes);
 }
 

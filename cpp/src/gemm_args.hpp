@@ -3,18 +3,31 @@
 
 #include "activation.hpp"
 #include "check.hpp"
-#include "cutlass_evt/epilogue/arguments.hpp"
+#include "cutlass_evt/epilogue/generated_arguments.hpp"
+#include "fp4gemm/generated.h"
 
 namespace fp4gemm {
 
-using GemmArgs = fp4gemm_gemm_args_t;
+/// The arguments of a GEMM, with the formula that is compiled at run time if it has one.
+struct GemmArgs : fp4gemm_gemm_args_t {
+  fp4gemm_generated_t const* generated = nullptr;
+
+  GemmArgs() = default;
+  GemmArgs(fp4gemm_gemm_args_t const& args, fp4gemm_generated_t const* of = nullptr)
+      : fp4gemm_gemm_args_t(args), generated(of) {}
+};
 
 inline bool is_grouped(GemmArgs const& args) { return args.num_groups > 0; }
 inline bool is_ragged_m(GemmArgs const& args) { return is_grouped(args) && args.ragged == FP4GEMM_RAGGED_M; }
 inline bool is_ragged_k(GemmArgs const& args) { return is_grouped(args) && args.ragged == FP4GEMM_RAGGED_K; }
 inline int64_t num_b(GemmArgs const& args) { return is_ragged_m(args) ? args.num_groups : 1; }
 inline bool is_gated(GemmArgs const& args) { return is_gated(args.activation); }
-inline int64_t columns_of_d(GemmArgs const& args) { return is_gated(args) ? args.n / 2 : args.n; }
+/// Whether D has half as many columns as the product.
+inline bool halves_columns(GemmArgs const& args) {
+  return args.generated == nullptr ? is_gated(args)
+                                   : args.generated->takes_pairs != 0 && args.generated->num_results == 1;
+}
+inline int64_t columns_of_d(GemmArgs const& args) { return halves_columns(args) ? args.n / 2 : args.n; }
 inline int64_t num_d(GemmArgs const& args) { return is_ragged_k(args) ? args.num_groups : 1; }
 inline bool quantizes_a(GemmArgs const& args) { return args.quantize_a != FP4GEMM_QUANTIZE_A_NONE; }
 inline bool quantizes_a_to_fp8(GemmArgs const& args) { return args.quantize_a == FP4GEMM_QUANTIZE_A_FP8; }
@@ -36,6 +49,13 @@ inline fp4gemm_dtype_t a_dtype(GemmArgs const& args) {
 
 /// The arguments of the epilogue as the kernels have them.
 cutlass_evt::EpilogueArguments epilogue_of(GemmArgs const& args);
+
+/// What a formula reads and writes beside the terms of epilogue_of, and the types of the elements.
+cutlass_evt::GeneratedInputs generated_inputs_of(GemmArgs const& args);
+cutlass_evt::GeneratedTypes generated_types_of(GemmArgs const& args);
+
+/// Checks the numbers of a formula, and the fields of the arguments that it excludes.
+fp4gemm_status_t check_generated(GemmArgs const& args);
 
 /// Refuses a number that names no activation, with a list of those that exist.
 fp4gemm_status_t check_activation(fp4gemm_activation_t activation);

@@ -1,6 +1,7 @@
 // Replaces the device code in a build without CUDA: every use of a device fails and says why.
 #include "device.hpp"
 #include "error.hpp"
+#include "generated.hpp"
 #include "moe/moe.hpp"
 #include "moe/ranks.hpp"
 #include "quantize/quantize.hpp"
@@ -110,6 +111,9 @@ fp4gemm_status_t launch_combine_tree(fp4gemm_combine_tree_args_t const&, DeviceP
 }
 fp4gemm_status_t launch_route_ranks(fp4gemm_route_ranks_args_t const&, DeviceProperties const&, void*,
                                     fp4gemm_stream_t) {
+  return no_cuda();
+}
+fp4gemm_status_t load_generated(void const*, int, int, GeneratedForm const&, GeneratedKernel const**) {
   return no_cuda();
 }
 fp4gemm_status_t launch_nothing(fp4gemm_stream_t) { return no_cuda(); }

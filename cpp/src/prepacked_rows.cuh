@@ -18,6 +18,7 @@
 #include "cutlass_evt/kernel/mixed_input.hpp"
 #include "cutlass_evt/tensor_map.hpp"
 #include "error.hpp"
+#include "generated.hpp"
 #include "kernel_activation.hpp"
 #include "kernel_row.hpp"
 #include "launch.hpp"
@@ -32,6 +33,10 @@ namespace fp4gemm {
 template <class Family, class Config, class Quantizer = cutlass_evt::MixedInputNoQuantizer>
 struct PrepackedLaunch {
   using Epilogue = cutlass_evt::epilogue::ColumnsEpilogue;
+  /// What the parameters of a kernel with a formula depend on; the formula is compiled at run time.
+  struct GeneratedEpilogue {
+    using Arguments = cutlass_evt::GeneratedArguments;
+  };
   using Kernel = cutlass_evt::MixedInputKernel<Config, Epilogue, Quantizer>;
   using Params = typename Kernel::Params;
   using Element = typename Config::Element;
@@ -85,11 +90,11 @@ struct PrepackedLaunch {
                                           CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
   }
 
-  /// Launches the kernel. The workspace has num_ctas(p) areas of partial sums, as many flags, and the counter
-  /// of the dynamic scheduler; none needs initialisation (MixedInputPartials, MixedInputDynamicScheduler).
-  /// `name` is that of the row in the table, for errors.
-  static fp4gemm_status_t launch(char const* name, Problem const& p, void* workspace,
-                                 fp4gemm_stream_t stream) {
+  /// Makes the parameters of a launch, a MixedInputParams. The workspace has num_ctas(p) areas of partial
+  /// sums, as many flags, and the counter of the dynamic scheduler; none needs initialisation
+  /// (MixedInputPartials, MixedInputDynamicScheduler). `name` is that of the row in the table, for errors.
+  template <class AnyParams>
+  static fp4gemm_status_t prepare(char const* name, Problem const& p, void* workspace, AnyParams& params) {
     int const grid = num_ctas(p);
     // The kernel keeps column and token numbers, up to the end of the last tile, and tile numbers, up to one
     // more for each CTA, in 32 bits.
@@ -98,7 +103,6 @@ struct PrepackedLaunch {
       return fail(FP4GEMM_ERROR_NOT_SUPPORTED, "kernel: %s does not support m %lld with n %lld", name,
                   static_cast<long long>(p.m), static_cast<long long>(p.n));
     }
-    Params params;
     params.weights = static_cast<uint8_t const*>(p.b);
     params.weight_bytes = Packing::bytes(p.n, p.k);
     params.weights_are_fresh = p.b_is_fresh;
@@ -121,7 +125,7 @@ struct PrepackedLaunch {
     // The dynamic tile scheduler gives each CTA a number of its own, so it needs clusters of one CTA.
     params.dynamic = {p.offs != nullptr && Config::kCluster == 1 ? params.flags + grid : nullptr,
                       params.nonce};
-    params.epilogue = p.epilogue;
+    static_cast<cutlass_evt::EpilogueArguments&>(params.epilogue) = p.epilogue;
 
     if constexpr (Config::kQuantizes) {
       params.tokens = {};
@@ -130,15 +134,34 @@ struct PrepackedLaunch {
       return fail(FP4GEMM_ERROR_CUDA, "a: the driver refused a tensor map of (%lld, %lld) at %p",
                   static_cast<long long>(p.m), static_cast<long long>(p.k), p.a);
     }
+    return FP4GEMM_SUCCESS;
+  }
 
+  static fp4gemm_status_t launch(char const* name, Problem const& p, void* workspace,
+                                 fp4gemm_stream_t stream) {
+    Params params;
+    FP4GEMM_TRY(prepare(name, p, workspace, params));
     auto* const kernel = Family::template entry<Config, Epilogue, Quantizer>();
     static std::atomic<uint64_t> prepared{0};
     FP4GEMM_TRY(allow_shared_memory(kernel, Config::kSharedBytes, p.device, prepared));
-    FP4GEMM_CUDA(launch_waiting(
-        kernel,
-        {static_cast<unsigned>(grid), Config::kThreads, Config::kSharedBytes, dim3(Config::kCluster, 1, 1)},
-        /*overlaps=*/true, stream, params));
+    FP4GEMM_CUDA(launch_waiting(kernel,
+                                {static_cast<unsigned>(num_ctas(p)), Config::kThreads, Config::kSharedBytes,
+                                 dim3(Config::kCluster, 1, 1)},
+                                /*overlaps=*/true, stream, params));
     return FP4GEMM_SUCCESS;
+  }
+
+  /// The same for a kernel with a formula that was compiled at run time.
+  static fp4gemm_status_t launch_generated(GeneratedKernel const& kernel, char const* name,
+                                           GeneratedProblem const& problem, void* workspace,
+                                           fp4gemm_stream_t stream) {
+    cutlass_evt::MixedInputParams<GeneratedEpilogue, Quantizer> params;
+    FP4GEMM_TRY(prepare(name, problem.problem, workspace, params));
+    params.epilogue.inputs = problem.inputs;
+    return fp4gemm::launch_generated(
+        kernel,
+        {num_ctas(problem.problem), Config::kThreads, Config::kSharedBytes, Config::kCluster, &params},
+        stream);
   }
 };
 

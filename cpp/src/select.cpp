@@ -7,6 +7,7 @@
 
 #include "architecture.hpp"
 #include "cost.hpp"
+#include "generated.hpp"
 
 namespace fp4gemm {
 namespace {
@@ -50,7 +51,8 @@ int cheapest(int device_arch, int num_sms, Selection const& wanted) {
   for (KernelList const* const* list = served->lists; *list != nullptr; ++list) {
     for (int i = 0; i < (*list)->size; ++i, ++index) {
       Kernel const& kernel = (*list)->data[i];
-      if (!suits(kernel, wanted)) {
+      if (!suits(kernel, wanted) ||
+          (wanted.is_generated && generated_tile(*served, kernel, wanted.ragged) < 0)) {
         continue;
       }
       double const clocks = estimate_clocks(*served->policy, kernel, num_sms, wanted);

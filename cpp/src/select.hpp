@@ -16,12 +16,13 @@ struct Selection {
   fp4gemm_format_t format_a, format_b;
   bool batch_invariant;  // select without regard to m
   bool is_gated;
-  bool use_fast_accum;  // of e4m3: sums may stay in the accumulators of the tensor cores
+  bool use_fast_accum;        // of e4m3: sums may stay in the accumulators of the tensor cores
+  bool is_generated = false;  // the kernel must have a form with a formula that is compiled at run time
 
   bool operator==(Selection const& other) const {
     auto const fields = [](Selection const& s) {
       return std::tie(s.m, s.n, s.k, s.num_groups, s.ragged, s.out_dtype, s.format_a, s.format_b,
-                      s.batch_invariant, s.is_gated, s.use_fast_accum);
+                      s.batch_invariant, s.is_gated, s.use_fast_accum, s.is_generated);
     };
     return fields(*this) == fields(other);
   }

@@ -230,6 +230,28 @@ class ExpertsArgs(Args):
     }
 
 
+class GeneratedMatrix(ctypes.Structure):
+    _fields_ = [("data", c_void_p), ("row_stride", c_int64), ("dtype", c_int)]
+
+
+class Generated(Args):
+    """fp4gemm_generated_t of generated.h."""
+
+    _fields_ = [
+        ("struct_size", c_size_t),
+        *((name, c_int) for name in ("takes_pairs", "num_results", "takes_bias", "takes_c")),
+        *((f"num_{name}", c_int) for name in ("rows", "columns", "groups", "matrices", "scalars", "aux")),
+        ("rows", Vector * 8),
+        ("columns", Vector * 8),
+        ("groups", c_void_p * 8),
+        ("matrices", GeneratedMatrix * 4),
+        ("scalars", c_float * 16),
+        ("aux", GeneratedMatrix * 4),
+        ("kernel", c_void_p),
+    ]
+    _defaults_: ClassVar[dict[str, object]] = {"num_results": 1}
+
+
 class ArchitectureInfo(ctypes.Structure):
     _fields_ = [("arch", c_int), ("devices", c_char_p), ("is_executed", c_int)]
 
@@ -274,6 +296,10 @@ def declare(library: ctypes.CDLL) -> ctypes.CDLL:
     library.fp4gemm_gemm_with_cast_workspace_bytes.argtypes = size_and_cast
     gemm_and_cast = [POINTER(GemmArgs), POINTER(Cast), c_void_p, c_size_t, c_int, c_void_p]
     library.fp4gemm_gemm_with_cast.argtypes = gemm_and_cast
+    generated = [c_char_p, c_int, POINTER(Generated), c_char_p, c_size_t]
+    library.fp4gemm_generated_source_of_kernel.argtypes = generated
+    size_and_formula = [POINTER(GemmArgs), POINTER(Cast), POINTER(Generated), c_int, POINTER(c_size_t)]
+    library.fp4gemm_gemm_generated_workspace_bytes.argtypes = size_and_formula
     library.fp4gemm_quantize.argtypes = [POINTER(QuantizeArgs), c_int, c_void_p]
     library.fp4gemm_quantize_searched.argtypes = [POINTER(QuantizeSearchedArgs), c_int, c_void_p]
     library.fp4gemm_quantize_stack.argtypes = [POINTER(QuantizeArgs), c_int, c_int, c_void_p]

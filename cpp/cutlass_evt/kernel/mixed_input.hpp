@@ -208,7 +208,7 @@ struct MixedInputKernel {
     for (int other = 1; other <= item.num_other_parts; ++other) {
       partials(p).add((item.worker + other) * Config::kCluster + rank, accumulators);
     }
-    if constexpr (!Config::kSharesRows) {
+    if constexpr (!Config::kSharesRows && Epilogue::kHasDirect) {
       if (is_direct) {
         int const first = first_chunk(coord, rank);
         if constexpr (Direct::kTakesCAndGated) {
@@ -238,6 +238,7 @@ struct MixedInputKernel {
     if constexpr (Config::kSharesRows) {
       // This thread's copies have arrived; the barrier in for_each_slot makes those of the others visible.
       Vectors::wait();
+      columns.begin(p.epilogue, coord.group, first_column, p.n);
     } else {
       columns.load(p.epilogue, coord.group, first_column, p.n);
     }

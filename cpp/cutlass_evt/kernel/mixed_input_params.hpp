@@ -33,7 +33,7 @@ struct MixedInputParams {
   uint64_t* flags;
   uint64_t nonce;
   MixedInputDynamicScheduler dynamic;  // for grouped products, whose tiles take different times
-  EpilogueArguments epilogue;
+  typename Epilogue::Arguments epilogue;
 };
 
 }  // namespace cutlass_evt

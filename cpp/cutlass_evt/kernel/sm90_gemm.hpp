@@ -28,14 +28,15 @@
 
 namespace cutlass_evt {
 
-/// The kernel's device code. Config is a Sm90GemmConfig, Schedule one of the schedules for it.
-template <class Config, class Schedule>
+/// The kernel's device code. Config is a Sm90GemmConfig, Schedule one of the schedules for it, and Epilogue
+/// Sm90GemmEpilogue<Config> or a type with its interface.
+template <class Config, class Schedule, class Epilogue_ = Sm90GemmEpilogue<Config>>
 struct Sm90GemmKernel {
   using Element = typename Config::Element;
   using WorkItem = typename Config::WorkItem;
-  using Epilogue = Sm90GemmEpilogue<Config>;
+  using Epilogue = Epilogue_;
   using Shared = typename Config::Shared;
-  using Params = Sm90GemmParams;
+  using Params = typename Epilogue::Params;
   using Mma = decltype(cute::make_tiled_mma(
       cute::GMMA::ss_op_selector<
           Element, Element, float,

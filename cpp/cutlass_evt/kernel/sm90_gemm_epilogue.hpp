@@ -78,7 +78,7 @@ class Sm90GemmEpilogue {
     }
   }
 
- private:
+ protected:
   static constexpr int kPieces = Config::kSliceRowBytes / 16;  // of 16 bytes, in a row of a slice
 
   /// Where the rows of this warp lie.
@@ -132,20 +132,32 @@ class Sm90GemmEpilogue {
     return shared_.slots[warp_][slot_];
   }
 
+  /// Where the results go: D here, or another matrix of its shape that is stored as D is.
+  struct ToD {
+    Sm90GemmEpilogue const& epilogue;
+    CUTLASS_DEVICE CUtensorMap const* map() const { return &epilogue.p_.d; }
+    CUTLASS_DEVICE void* data() const { return epilogue.args_.d; }
+    CUTLASS_DEVICE int64_t row_stride() const { return epilogue.args_.d_row_stride; }
+  };
+
   /// Copies a slot to D; column is its first, of D. kBytes are those of an element.
   template <int kBytes>
   CUTLASS_DEVICE void issue(Place const& place, int column) {
+    issue<kBytes>(ToD{*this}, place, column);
+  }
+  template <int kBytes, class To>
+  CUTLASS_DEVICE void issue(To const& to, Place const& place, int column) {
     char* const from = shared_.slots[warp_][slot_];
     // TMA leaves out what lies beyond the plane, but not the rows of the next group.
     bool const whole = place.present >= 16 || place.row + place.present == p_.m;
     cute::tma_store_fence();  // makes this lane's writes visible to the copy
     __syncwarp();             // every lane has passed the fence, and sees what the others wrote
     if (!whole) {
-      copy_rows<kBytes>(from, place, column);
+      copy_rows<kBytes>(to, from, place, column);
     }
     if (lane_ == 0) {
       if (whole && column < p_.columns_of_d) {
-        cute::SM90_TMA_STORE_3D::copy(&p_.d, from, column, place.row, place.plane);
+        cute::SM90_TMA_STORE_3D::copy(to.map(), from, column, place.row, place.plane);
       }
       cute::tma_store_arrive();
     }
@@ -153,8 +165,8 @@ class Sm90GemmEpilogue {
   }
 
   /// Copies the rows of a slot that the group has, without TMA.
-  template <int kBytes>
-  CUTLASS_DEVICE void copy_rows(char const* from, Place const& place, int column) const {
+  template <int kBytes, class To>
+  CUTLASS_DEVICE void copy_rows(To const& output, char const* from, Place const& place, int column) const {
     constexpr int kRowsAtATime = 32 / kPieces;
     int const piece = lane_ % kPieces;
     if (column + piece * (16 / kBytes) >= p_.columns_of_d) {
@@ -162,12 +174,12 @@ class Sm90GemmEpilogue {
     }
     int64_t const first = int64_t{place.plane} * p_.m + place.row;
     char* const to =
-        static_cast<char*>(args_.d) + (first * args_.d_row_stride + column) * kBytes + piece * 16;
+        static_cast<char*>(output.data()) + (first * output.row_stride() + column) * kBytes + piece * 16;
     CUTLASS_PRAGMA_UNROLL
     for (int row = lane_ / kPieces; row < 16; row += kRowsAtATime) {
       if (row < place.present) {
         auto const at = offset(static_cast<uint32_t>(row), static_cast<uint32_t>(piece));
-        *reinterpret_cast<uint4*>(to + row * args_.d_row_stride * kBytes) =
+        *reinterpret_cast<uint4*>(to + row * output.row_stride() * kBytes) =
             *reinterpret_cast<uint4 const*>(from + at);
       }
     }
@@ -249,9 +261,13 @@ class Sm90GemmEpilogue {
   CUTLASS_DEVICE void put_16(char* slot, float const (&z)[kSums]) const {
     uint32_t packed[kSums / 2];
     round(z, packed);
+    put_packed(slot, packed);
+  }
+  template <int kWords>
+  CUTLASS_DEVICE void put_packed(char* slot, uint32_t const (&packed)[kWords]) const {
     uint32_t const lane = static_cast<uint32_t>(lane_);
     CUTLASS_PRAGMA_UNROLL
-    for (uint32_t i = 0; i < kSums / 2; i += 4) {
+    for (uint32_t i = 0; i < kWords; i += 4) {
       // stmatrix stores four matrices of 8 x 8: rows r and r + 8 of one block of 8 columns, then of the next.
       // Each lane gives the address of one row of one matrix.
       uint32_t const to =
@@ -300,12 +316,18 @@ class Sm90GemmEpilogue {
   }
 
   /// Writes the results of four blocks of 8 columns of the product to a slot, from piece number `piece` of
-  /// its rows on: z holds those of rows r and r + 8 of one block, then of the next. Two neighbouring lanes
-  /// exchange results, so that each has pairs of neighbouring columns: the even lane in the first block of
-  /// two, the odd one in the second.
+  /// its rows on: z holds those of rows r and r + 8 of one block, then of the next.
   CUTLASS_DEVICE void put_pairs(char* slot, uint32_t piece, float const (&z)[16]) const {
-    bool const is_odd = lane_ % 2 != 0;
     float pairs[8];
+    exchange(z, pairs);
+    uint32_t packed[4];
+    round(pairs, packed);
+    put_packed_pairs(slot, piece, packed);
+  }
+  /// Two neighbouring lanes exchange results, so that each has pairs of neighbouring columns: the even lane
+  /// in the first block of two, the odd one in the second.
+  CUTLASS_DEVICE void exchange(float const* z, float (&pairs)[8]) const {
+    bool const is_odd = lane_ % 2 != 0;
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < 4; ++i) {  // rows r and r + 8 of the first two blocks, then of the next two
       float const of_first = z[i / 2 * 4 + i % 2];
@@ -314,8 +336,8 @@ class Sm90GemmEpilogue {
       pairs[2 * i] = is_odd ? received : of_first;
       pairs[2 * i + 1] = is_odd ? of_second : received;
     }
-    uint32_t packed[4];
-    round(pairs, packed);
+  }
+  CUTLASS_DEVICE void put_packed_pairs(char* slot, uint32_t piece, uint32_t const (&packed)[4]) const {
     uint32_t const lane = static_cast<uint32_t>(lane_);
     CUTLASS_PRAGMA_UNROLL
     for (uint32_t i = 0; i < 4; ++i) {

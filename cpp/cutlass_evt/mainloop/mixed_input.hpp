@@ -12,6 +12,8 @@
 // four warps, but makes the four wait for each other.
 #pragma once
 
+#include <cuda.h>
+
 #include "cute/arch/cluster_sm90.hpp"
 #include "cute/arch/copy_sm90_desc.hpp"
 #include "cute/arch/copy_sm90_tma.hpp"
@@ -20,7 +22,6 @@
 #include "cutlass/arch/reg_reconfig.h"
 #include "cutlass/bfloat16.h"
 #include "cutlass/float8.h"
-#include "cutlass/gemm/collective/collective_builder.hpp"
 #include "cutlass/half.h"
 #include "cutlass_evt/mainloop/mixed_input_config.hpp"
 #include "cutlass_evt/ring.hpp"

@@ -2,7 +2,9 @@
 // in registers. On SM90 tiles of eight tokens use mma.sync and wider ones wgmma; on SM120 all use mma.sync.
 #pragma once
 
-#include "cutlass/gemm/collective/collective_builder.hpp"
+#include "cute/atom/mma_atom.hpp"
+#include "cute/atom/mma_traits_sm90_gmma.hpp"
+#include "cute/tensor.hpp"
 #include "cutlass_evt/mainloop/mixed_input.hpp"
 
 namespace cutlass_evt {

@@ -40,7 +40,12 @@ constexpr Policy kPolicy = make_policy();
 }  // namespace
 
 extern Architecture const architecture;
-Architecture const architecture{
-    kArch, FP4GEMM_ARCH_DEVICES, /*is_executed=*/false, kLists, &kPolicy, &block_scale_limits::check_problem};
+Architecture const architecture{kArch,
+                                FP4GEMM_ARCH_DEVICES,
+                                /*is_executed=*/false,
+                                kLists,
+                                &kPolicy,
+                                &block_scale_limits::check_problem,
+                                /*generated=*/nullptr};
 
 }  // namespace fp4gemm::sm120

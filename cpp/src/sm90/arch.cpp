@@ -30,6 +30,7 @@ constexpr Policy kPolicy = make_policy();
 }  // namespace
 
 extern Architecture const architecture;
-Architecture const architecture{kArch, FP4GEMM_ARCH_DEVICES, /*is_executed=*/true, kLists, &kPolicy, nullptr};
+Architecture const architecture{kArch,   FP4GEMM_ARCH_DEVICES, /*is_executed=*/true, kLists, &kPolicy,
+                                nullptr, &generated_kernels};
 
 }  // namespace fp4gemm::sm90

@@ -13,6 +13,10 @@
   LIST(prepacked_fp8)            \
   LIST(prepacked_fp8_fast)
 
+namespace fp4gemm {
+struct GeneratedKernels;  // generated.hpp
+}
+
 namespace fp4gemm::sm90 {
 
 constexpr int kArch = 90;
@@ -20,5 +24,8 @@ constexpr int kArch = 90;
 namespace lists {
 FP4GEMM_SM90_LISTS(FP4GEMM_DECLARE_LIST)
 }
+
+/// Those with a formula that is compiled at run time, in sm90/generated.cu.
+extern GeneratedKernels const generated_kernels;
 
 }  // namespace fp4gemm::sm90

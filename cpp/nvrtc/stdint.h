@@ -1,0 +1,4 @@
+// <stdint.h> for NVRTC, which cuda.h includes.
+#pragma once
+
+#include <cstdint>
