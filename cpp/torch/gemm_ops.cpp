@@ -1,6 +1,7 @@
 // gemm and gemm_out on CUDA tensors, dense and grouped.
 #include "gemm_ops.hpp"
 
+#include "fp4gemm/generated.h"
 #include "gemm_call.hpp"
 
 namespace fp4gemm_torch {
@@ -88,6 +89,7 @@ struct Call {
   bool use_fast_accum;
   int64_t b_rows;  // of a prepacked b; else 0
   std::optional<std::string> const& kernel;
+  bool halves_columns = false;  // D has n / 2 columns because of a formula that takes pairs
 
   int32_t device() const { return a.get_device_index(); }
   bool is_prepacked() const { return b_rows > 0; }
@@ -124,7 +126,7 @@ struct Call {
   /// The columns of D.
   int64_t columns_of_d() const {
     int64_t const n = is_prepacked() ? b_rows : b.size(b.dim() - 2);
-    return is_gated(activation) ? n / 2 : n;
+    return halves_columns || is_gated(activation) ? n / 2 : n;
   }
 };
 
@@ -198,12 +200,110 @@ void set_terms(fp4gemm_gemm_args_t& args, Call const& call, Tensor const& out) {
       STD_TORCH_CHECK(c.size(i) == out.size(i), "c: size ", i, " is ", c.size(i), ", must be ", out.size(i));
     }
     args.c = c.const_data_ptr();
-    args.c_row_stride = row_stride("c", c, args.m, args.n);
+    args.c_row_stride = row_stride("c", c, args.m, call.columns_of_d());
     args.beta = static_cast<float>(call.beta);
   }
   args.batch_invariant = call.batch_invariant ? 1 : 0;
   args.use_fast_accum = call.use_fast_accum ? 1 : 0;
   args.kernel = call.kernel.has_value() ? call.kernel->c_str() : nullptr;
+}
+
+/// A result of the call: (m, columns), or (groups, m, columns) ragged in k.
+Tensor empty_result(Call const& call, ScalarType dtype) {
+  int64_t const m = call.a.size(0);
+  return call.is_ragged_k() ? empty3(call.num_groups(), m, call.columns_of_d(), dtype, call.device())
+                            : empty(m, call.columns_of_d(), dtype, call.device());
+}
+
+/// The numbers of a formula that is compiled at run time, in the order of the parameter `form`.
+enum FormField {
+  kTakesPairs,
+  kNumResults,
+  kTakesBias,
+  kTakesC,
+  kNumRows,
+  kNumColumns,
+  kNumGroups,
+  kNumMatrices,
+  kFormFields
+};
+
+/// The formula's inputs and further outputs, of which only the types are known where aux is empty.
+fp4gemm_generated_t generated_of(Call const& call, fp4gemm_gemm_args_t const& args,
+                                 std::vector<int64_t> const& form, std::vector<Tensor> const& inputs,
+                                 std::vector<double> const& scalars, std::vector<int64_t> const& aux_dtypes,
+                                 std::vector<Tensor> const& aux) {
+  int32_t const device = call.device();
+  STD_TORCH_CHECK(form.size() == kFormFields, "form: has ", form.size(), " numbers, must have ",
+                  static_cast<int>(kFormFields));
+  fp4gemm_generated_t generated = FP4GEMM_GENERATED_INIT;
+  int* const fields[kFormFields] = {&generated.takes_pairs, &generated.num_results, &generated.takes_bias,
+                                    &generated.takes_c,     &generated.num_rows,    &generated.num_columns,
+                                    &generated.num_groups,  &generated.num_matrices};
+  int64_t total = 0;
+  for (int i = 0; i < kFormFields; ++i) {
+    int64_t const most =
+        i >= kNumRows ? (i == kNumMatrices ? FP4GEMM_GENERATED_MOST_MATRICES : FP4GEMM_GENERATED_MOST_VECTORS)
+                      : 2;
+    int64_t const value = form[static_cast<size_t>(i)];
+    STD_TORCH_CHECK(value >= 0 && value <= most, "form: number ", i, " is ", value,
+                    ", must be between 0 and ", most);
+    *fields[i] = static_cast<int>(value);
+    total += i >= kNumRows ? value : 0;
+  }
+  STD_TORCH_CHECK(static_cast<int64_t>(inputs.size()) == total, "inputs: has ", inputs.size(),
+                  " tensors, must have ", total);
+  STD_TORCH_CHECK(scalars.size() <= FP4GEMM_GENERATED_MOST_SCALARS, "scalars: has ", scalars.size(),
+                  ", must have at most ", FP4GEMM_GENERATED_MOST_SCALARS);
+  STD_TORCH_CHECK(aux_dtypes.size() <= FP4GEMM_GENERATED_MOST_AUX, "aux_dtypes: has ", aux_dtypes.size(),
+                  ", must have at most ", FP4GEMM_GENERATED_MOST_AUX);
+  int64_t const columns = generated.takes_pairs != 0 ? args.n / 2 : args.n;  // of inputs
+  auto next = inputs.begin();
+  for (int i = 0; i < generated.num_rows; ++i) {
+    generated.rows[i] = vector_of("inputs by row", *next++, args.num_groups, args.m, device);
+  }
+  for (int i = 0; i < generated.num_columns; ++i) {
+    generated.columns[i] = vector_of("inputs by column", *next++, args.num_groups, columns, device);
+  }
+  for (int i = 0; i < generated.num_groups; ++i) {
+    generated.groups[i] = check_vector("inputs by group", *next++, args.num_groups, false, device);
+  }
+  auto const matrix_of = [&](char const* name, Tensor const& t, int64_t width) {
+    int64_t const lead = call.is_ragged_k() ? 1 : 0;
+    check_device(name, t, device);
+    check_dims(name, t, 2 + lead);
+    STD_TORCH_CHECK(lead == 0 || t.size(0) == args.num_groups, name, ": has ", t.size(0),
+                    " groups, must have ", args.num_groups);
+    STD_TORCH_CHECK(t.size(lead) == args.m && t.size(lead + 1) == width, name, ": is (", t.size(lead), ", ",
+                    t.size(lead + 1), "), must be (", args.m, ", ", width, ")");
+    return fp4gemm_generated_matrix_t{const_cast<void*>(t.const_data_ptr()),
+                                      row_stride(name, t, args.m, width), dtype_of(name, t.scalar_type())};
+  };
+  for (int i = 0; i < generated.num_matrices; ++i) {
+    generated.matrices[i] = matrix_of("inputs like D", *next++, columns);
+  }
+  generated.num_scalars = static_cast<int>(scalars.size());
+  for (size_t i = 0; i < scalars.size(); ++i) {
+    generated.scalars[i] = static_cast<float>(scalars[i]);
+  }
+  generated.num_aux = static_cast<int>(aux_dtypes.size());
+  for (size_t i = 0; i < aux_dtypes.size(); ++i) {
+    if (aux.empty()) {
+      generated.aux[i].dtype = static_cast<fp4gemm_dtype_t>(narrow("aux_dtypes", aux_dtypes[i]));
+    } else {
+      generated.aux[i] = matrix_of("aux", aux[i], call.columns_of_d());
+    }
+  }
+  return generated;
+}
+
+/// The type of a number of fp4gemm_dtype_t.
+ScalarType type_of_number(char const* name, int64_t dtype) {
+  STD_TORCH_CHECK(dtype >= FP4GEMM_BF16 && dtype <= FP4GEMM_FP32, name, ": is ", dtype,
+                  ", must be 0 (bfloat16), 1 (float16) or 2 (float32)");
+  return dtype == FP4GEMM_BF16   ? ScalarType::BFloat16
+         : dtype == FP4GEMM_FP16 ? ScalarType::Half
+                                 : ScalarType::Float;
 }
 
 /// Runs the call. out: (m, n), or (groups, m, n) ragged in k.
@@ -225,9 +325,7 @@ Tensor gemm(Tensor const& a, Tensor const& b, std::optional<Tensor> scale_a, std
                   alpha_col, bias, activation, c,       beta, batch_invariant, use_fast_accum, b_rows,
                   kernel};
   call.check_dimensions();
-  Tensor out = call.is_ragged_k()
-                   ? empty3(call.num_groups(), a.size(0), call.columns_of_d(), out_dtype, call.device())
-                   : empty(a.size(0), call.columns_of_d(), out_dtype, call.device());
+  Tensor out = empty_result(call, out_dtype);
   run(call, out);
   return out;
 }
@@ -250,6 +348,144 @@ void gemm_out(Tensor const& a, Tensor const& b, std::optional<Tensor> scale_a, s
                   out.size(lead), ", ", out.size(lead + 1), "), must be (", a.size(0), ", ",
                   call.columns_of_d(), ")");
   run(call, out);
+}
+
+namespace {
+
+/// Whether D has half of the columns; generated_of checks the form.
+bool halves_columns(std::vector<int64_t> const& form) {
+  return form.size() == kFormFields && form[kTakesPairs] != 0 && form[kNumResults] == 1;
+}
+
+}  // namespace
+
+std::string gemm_generated_source(std::vector<int64_t> form, std::vector<Tensor> inputs,
+                                  std::vector<double> scalars, std::vector<int64_t> aux_dtypes,
+                                  Tensor const& a, Tensor const& b, std::optional<Tensor> scale_a,
+                                  std::optional<Tensor> scale_b, std::optional<Tensor> offs, double alpha,
+                                  std::optional<Tensor> alpha_groups, std::optional<Tensor> alpha_row,
+                                  std::optional<Tensor> alpha_col, std::optional<Tensor> bias,
+                                  std::optional<Tensor> c, bool batch_invariant, bool use_fast_accum,
+                                  int64_t b_rows, std::optional<std::string> kernel, ScalarType out_dtype) {
+  Call const call{a,
+                  b,
+                  scale_a,
+                  scale_b,
+                  offs,
+                  alpha,
+                  alpha_groups,
+                  alpha_row,
+                  alpha_col,
+                  bias,
+                  0,
+                  c,
+                  0.0,
+                  batch_invariant,
+                  use_fast_accum,
+                  b_rows,
+                  kernel,
+                  halves_columns(form)};
+  call.check_dimensions();
+  Tensor const out = empty_result(call, out_dtype);
+  fp4gemm_gemm_args_t args = FP4GEMM_GEMM_ARGS_INIT;
+  set_operands(args, call);
+  set_terms(args, call, out);
+  fp4gemm_generated_t const generated = generated_of(call, args, form, inputs, scalars, aux_dtypes, {});
+  char source[4096];
+  check_status(fp4gemm_generated_source(&args, &generated, call.device(), source, sizeof(source)));
+  return source;
+}
+
+int64_t gemm_generated_load(Tensor const& cubin, std::vector<int64_t> form, std::vector<Tensor> inputs,
+                            std::vector<double> scalars, std::vector<int64_t> aux_dtypes, Tensor const& a,
+                            Tensor const& b, std::optional<Tensor> scale_a, std::optional<Tensor> scale_b,
+                            std::optional<Tensor> offs, double alpha, std::optional<Tensor> alpha_groups,
+                            std::optional<Tensor> alpha_row, std::optional<Tensor> alpha_col,
+                            std::optional<Tensor> bias, std::optional<Tensor> c, bool batch_invariant,
+                            bool use_fast_accum, int64_t b_rows, std::optional<std::string> kernel,
+                            ScalarType out_dtype) {
+  Call const call{a,
+                  b,
+                  scale_a,
+                  scale_b,
+                  offs,
+                  alpha,
+                  alpha_groups,
+                  alpha_row,
+                  alpha_col,
+                  bias,
+                  0,
+                  c,
+                  0.0,
+                  batch_invariant,
+                  use_fast_accum,
+                  b_rows,
+                  kernel,
+                  halves_columns(form)};
+  call.check_dimensions();
+  Tensor const out = empty_result(call, out_dtype);
+  fp4gemm_gemm_args_t args = FP4GEMM_GEMM_ARGS_INIT;
+  set_operands(args, call);
+  set_terms(args, call, out);
+  fp4gemm_generated_t const generated = generated_of(call, args, form, inputs, scalars, aux_dtypes, {});
+  STD_TORCH_CHECK(!cubin.is_cuda() && cubin.scalar_type() == ScalarType::Byte,
+                  "cubin: must be bytes in host memory");
+  void const* loaded = nullptr;
+  check_status(fp4gemm_generated_load(&args, &generated, call.device(), cubin.const_data_ptr(), &loaded));
+  return static_cast<int64_t>(reinterpret_cast<intptr_t>(loaded));
+}
+
+std::vector<Tensor> gemm_generated(int64_t handle, std::vector<int64_t> form, std::vector<Tensor> inputs,
+                                   std::vector<double> scalars, std::vector<int64_t> aux_dtypes,
+                                   Tensor const& a, Tensor const& b, std::optional<Tensor> scale_a,
+                                   std::optional<Tensor> scale_b, std::optional<Tensor> offs, double alpha,
+                                   std::optional<Tensor> alpha_groups, std::optional<Tensor> alpha_row,
+                                   std::optional<Tensor> alpha_col, std::optional<Tensor> bias,
+                                   std::optional<Tensor> c, bool batch_invariant, bool use_fast_accum,
+                                   int64_t b_rows, std::optional<std::string> kernel, ScalarType out_dtype) {
+  Call const call{a,
+                  b,
+                  scale_a,
+                  scale_b,
+                  offs,
+                  alpha,
+                  alpha_groups,
+                  alpha_row,
+                  alpha_col,
+                  bias,
+                  0,
+                  c,
+                  0.0,
+                  batch_invariant,
+                  use_fast_accum,
+                  b_rows,
+                  kernel,
+                  halves_columns(form)};
+  call.check_dimensions();
+  Tensor const out = empty_result(call, out_dtype);
+  fp4gemm_gemm_args_t args = FP4GEMM_GEMM_ARGS_INIT;
+  set_operands(args, call);
+  set_terms(args, call, out);
+  std::vector<Tensor> aux;
+  for (int64_t const dtype : aux_dtypes) {
+    aux.push_back(empty_result(call, type_of_number("aux_dtypes", dtype)));
+  }
+  fp4gemm_generated_t generated = generated_of(call, args, form, inputs, scalars, aux_dtypes, aux);
+  generated.kernel = reinterpret_cast<void const*>(static_cast<intptr_t>(handle));
+  fp4gemm_cast_t const cast = FP4GEMM_CAST_INIT;
+  size_t bytes = 0;
+  check_status(fp4gemm_gemm_generated_workspace_bytes(&args, &cast, &generated, call.device(), &bytes));
+  std::optional<Tensor> workspace;
+  void* data = nullptr;
+  if (bytes > 0) {
+    workspace = empty(static_cast<int64_t>(bytes), -1, ScalarType::Byte, call.device());
+    data = workspace->mutable_data_ptr();
+  }
+  check_status(fp4gemm_gemm_generated(&args, &cast, &generated, data, bytes, call.device(),
+                                      current_stream(call.device())));
+  std::vector<Tensor> results{out};
+  results.insert(results.end(), aux.begin(), aux.end());
+  return results;
 }
 
 }  // namespace fp4gemm_torch

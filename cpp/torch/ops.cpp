@@ -96,6 +96,17 @@ STABLE_TORCH_LIBRARY(fp4gemm, m) {
       "Tensor? alpha_groups=None, Tensor? alpha_row=None, Tensor? alpha_col=None, Tensor? bias=None, "
       "Tensor? c=None, bool batch_invariant=False, bool use_fast_accum=False, int b_rows=0, "
       "str? kernel_name=None, ScalarType out_dtype=bfloat16) -> Tensor[]");
+// What the operators of products with a formula that is compiled at run time share.
+#define FP4GEMM_GENERATED_SCHEMA                                                                   \
+  "int[] form, Tensor[] inputs, float[] scalars, int[] aux_dtypes, Tensor a, Tensor b, "           \
+  "Tensor? scale_a=None, Tensor? scale_b=None, Tensor? offs=None, float alpha=1.0, "               \
+  "Tensor? alpha_groups=None, Tensor? alpha_row=None, Tensor? alpha_col=None, Tensor? bias=None, " \
+  "Tensor? c=None, bool batch_invariant=False, bool use_fast_accum=False, int b_rows=0, "          \
+  "str? kernel_name=None, ScalarType out_dtype=bfloat16"
+  m.def("gemm_generated_source(" FP4GEMM_GENERATED_SCHEMA ") -> str");
+  m.def("gemm_generated_load(Tensor cubin, " FP4GEMM_GENERATED_SCHEMA ") -> int");
+  m.def("gemm_generated(int handle, " FP4GEMM_GENERATED_SCHEMA ") -> Tensor[]");
+#undef FP4GEMM_GENERATED_SCHEMA
   m.def(
       "linear(Tensor x, Tensor weight, Tensor? weight_scales, Tensor weight_amax, Tensor? bias=None, "
       "int weight_rows=0, int weight_e4m3_max=448, int scaling=1, int activation=0, Tensor? c=None, "
@@ -136,6 +147,9 @@ STABLE_TORCH_LIBRARY_IMPL(fp4gemm, CUDA, m) {
   m.impl("unprepack", TORCH_BOX(&fp4gemm_torch::unprepack));
   m.impl("gemm", TORCH_BOX(&fp4gemm_torch::gemm));
   m.impl("gemm_out", TORCH_BOX(&fp4gemm_torch::gemm_out));
+  m.impl("gemm_generated_source", TORCH_BOX(&fp4gemm_torch::gemm_generated_source));
+  m.impl("gemm_generated_load", TORCH_BOX(&fp4gemm_torch::gemm_generated_load));
+  m.impl("gemm_generated", TORCH_BOX(&fp4gemm_torch::gemm_generated));
   m.impl("route", TORCH_BOX(&fp4gemm_torch::route));
   m.impl("combine", TORCH_BOX(&fp4gemm_torch::combine));
   m.impl("zero_outside_groups", TORCH_BOX(&fp4gemm_torch::zero_outside_groups));

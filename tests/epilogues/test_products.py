@@ -11,7 +11,6 @@ import torch
 from fp4gemm import epilogues as ep
 from fp4gemm import reference
 from fp4gemm.activations import ACTIVATIONS
-from fp4gemm.ops.epilogue import EpilogueCall, gemm_epilogue_cuda
 from helpers import assert_bits
 from op_checks import BACKENDS, assert_fake_is_real, compiled, opcheck, ready
 from torch import Tensor
@@ -375,15 +374,6 @@ def test_the_operator(gen: torch.Generator) -> None:
     assert_fake_is_real("gemm_epilogue", *args, **kwargs)
     for kernel in ("CPU", "CUDA"):
         assert torch._C._dispatch_has_kernel_for_dispatch_key("fp4gemm::gemm_epilogue", kernel)
-
-
-def test_a_gpu_is_refused(gen: torch.Generator) -> None:
-    """By the implementation that is registered for CUDA, called here with tensors of the CPU."""
-    a, b = operands(gen)
-    text = fp4gemm.epilogue(lambda acc: acc).text
-    call = EpilogueCall(a.codes, b.codes, text, [], [], [], a.scales, b.scales)
-    with pytest.raises(NotImplementedError, match=r"epilogue: got a program on .*, must be None there"):
-        gemm_epilogue_cuda(*call)
 
 
 def test_requires_grad_is_refused(gen: torch.Generator) -> None:

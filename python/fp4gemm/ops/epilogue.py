@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .. import _checks
+from .. import _checks, _jit
+from ..epilogues import cpp
 from ..epilogues.program import VECTORS, Program, parse
 from ..reference.chunks import fp32
 from ..reference.gemm import Product, multiply
@@ -17,7 +19,7 @@ from . import gemm as gemm_ops
 from ._call import Operator, accepts, narrowed
 from .gemm import GemmCall
 
-__all__ = ["OPERATORS", "EpilogueCall", "check_inputs", "check_terms", "gemm_epilogue", "run_on_cuda"]
+__all__ = ["OPERATORS", "EpilogueCall", "check_inputs", "check_terms", "gemm_epilogue"]
 
 DTYPES = _checks.FLOAT_DTYPES  # by their numbers in aux_dtypes, those of fp4gemm_dtype_t
 
@@ -219,17 +221,21 @@ def gemm_epilogue_compiled(call: EpilogueCall) -> list[Tensor]:
 
 @accepts(EpilogueCall)
 def gemm_epilogue_cuda(call: EpilogueCall) -> list[Tensor]:
-    """:func:`gemm_epilogue` on a GPU."""
-    program, _ = _parsed(call)
-    return run_on_cuda(call, program)
-
-
-def run_on_cuda(call: EpilogueCall, program: Program) -> list[Tensor]:
-    """D and the auxiliary outputs of a call on a GPU."""
-    raise NotImplementedError(
-        f"epilogue: got a program on {call.a.device}, must be None there: this version computes epilogues in "
-        "Python on the CPU alone"
+    """:func:`gemm_epilogue` on a GPU, by a kernel that is compiled for the program."""
+    _parsed(call)
+    header, form = _generated(call.program)
+    return _jit.launch(
+        header, list(form), call.inputs, call.scalars, call.aux_dtypes, call.a, call.b, *call[6:]
     )
+
+
+@functools.lru_cache(maxsize=1024)
+def _generated(text: str) -> tuple[str, tuple[int, ...]]:
+    """The C++ header of a program, and the parameter ``form`` of the operator ``gemm_generated``."""
+    program = parse(text)
+    terms = (int(program.takes("bias")), int(program.takes("c")))
+    counts = (program.count(kind) for kind in VECTORS)
+    return cpp.header(program), (int(program.pairs), len(program.results), *terms, *counts)
 
 
 @accepts(EpilogueCall)

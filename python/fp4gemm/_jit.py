@@ -1,0 +1,258 @@
+"""Kernels with an epilogue that is compiled at run time: NVRTC, the cache on disk, and the loaded kernels.
+
+The library gives the source of the kernel that a product needs (``gemm_generated_source``), which includes
+the header of the epilogue. Here it becomes a cubin, by NVRTC or from the cache, and then a kernel of this
+process.
+
+A cubin depends on the source, the header of the epilogue, the headers of the kernels, and NVRTC; the name of
+its file is a hash of them. Threads and processes that want the same cubin compile it once: each holds a lock
+of that name meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import functools
+import hashlib
+import importlib.util
+import logging
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import _native
+
+__all__ = ["Nvrtc", "cache_dir", "compiled", "launch", "nvrtc"]
+
+log = logging.getLogger(__name__)
+
+FORMULA = "fp4gemm_generated.hpp"
+_OPTIONS = ("-arch=sm_90a", "-std=c++17", "-default-device")
+_MAJORS = (13, 12)  # of NVRTC, the first that is found
+_INSTALL = (
+    "pip install nvidia-cuda-nvrtc nvidia-cuda-runtime, which torch for CUDA 13 depends on, install both"
+)
+
+
+# ---- NVRTC
+
+
+class Nvrtc(NamedTuple):
+    """NVRTC and the headers of CUDA."""
+
+    library: ctypes.CDLL
+    version: str
+    include: Path  # has cuda.h and cuda_fp16.h
+
+
+def _folders(*names: str) -> Iterator[Path]:
+    """The folders of this name that NVIDIA's packages and an installed CUDA toolkit have."""
+    spec = importlib.util.find_spec("nvidia")
+    for root in (spec.submodule_search_locations or []) if spec else []:
+        for name in names:
+            yield from sorted(Path(root).glob(f"*/{name}"))
+    for variable in ("CUDA_HOME", "CUDA_PATH"):
+        if variable in os.environ:
+            yield from (Path(os.environ[variable]) / name for name in names)
+    yield from (Path("/usr/local/cuda") / name for name in names)
+
+
+def _open_nvrtc() -> ctypes.CDLL:
+    for major in _MAJORS:
+        for folder in _folders("lib", "lib64"):
+            path = folder / f"libnvrtc.so.{major}"
+            if path.is_file():
+                # NVRTC opens this library by its name alone, and finds it where it is open already.
+                for builtins in folder.glob(f"libnvrtc-builtins.so.{major}.*"):
+                    ctypes.CDLL(str(builtins), mode=ctypes.RTLD_GLOBAL)
+                return ctypes.CDLL(str(path))
+    for major in _MAJORS:
+        with contextlib.suppress(OSError):
+            return ctypes.CDLL(f"libnvrtc.so.{major}")
+    raise RuntimeError(
+        f"fp4gemm: libnvrtc.so.{_MAJORS[0]} is in none of NVIDIA's packages and in no CUDA toolkit, must be "
+        f"there to compile an epilogue in Python for a GPU: {_INSTALL}"
+    )
+
+
+@functools.cache
+def nvrtc() -> Nvrtc:
+    """NVRTC and the headers of CUDA; raises RuntimeError, which says what to install."""
+    library = _open_nvrtc()
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+    for include in _folders("include"):
+        if (include / "cuda_fp16.h").is_file() and (include / "cuda.h").is_file():
+            return Nvrtc(library, f"{major.value}.{minor.value}", include)
+    raise RuntimeError(
+        "fp4gemm: cuda.h and cuda_fp16.h are in none of NVIDIA's packages and in no CUDA toolkit, must be "
+        f"there to compile an epilogue in Python for a GPU: {_INSTALL}"
+    )
+
+
+def _compile(source: str, header: str, include: Sequence[Path]) -> bytes:
+    """The cubin; raises RuntimeError with NVRTC's messages."""
+    library = nvrtc().library
+    program = ctypes.c_void_p()
+
+    def check(status: int) -> None:
+        if status != 0:
+            library.nvrtcGetErrorString.restype = ctypes.c_char_p
+            what = _native.text(library.nvrtcGetErrorString(status))
+            size = ctypes.c_size_t()
+            library.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+            messages = ctypes.create_string_buffer(max(1, size.value))
+            library.nvrtcGetProgramLog(program, messages)
+            raise RuntimeError(
+                f"fp4gemm: NVRTC could not compile an epilogue: {what}\n{messages.value.decode()}"
+            )
+
+    headers = (ctypes.c_char_p * 1)(header.encode())
+    names = (ctypes.c_char_p * 1)(FORMULA.encode())
+    check(
+        library.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"fp4gemm.cu", 1, headers, names)
+    )
+    try:
+        options = [option.encode() for option in (*_OPTIONS, *(f"-I{folder}" for folder in include))]
+        check(library.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options)))
+        size = ctypes.c_size_t()
+        check(library.nvrtcGetCUBINSize(program, ctypes.byref(size)))
+        cubin = ctypes.create_string_buffer(size.value)
+        check(library.nvrtcGetCUBIN(program, cubin))
+        return cubin.raw
+    finally:
+        library.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+# ---- the cache
+
+
+def headers_dir() -> Path:
+    """The headers of the kernels, which the package brings; raises RuntimeError if this build has none."""
+    folder = _native.library_dir().parent / "share" / "kernel_headers"
+    if not (folder / "fp4gemm_nvrtc.hpp").is_file():
+        raise RuntimeError(
+            f"fp4gemm: {folder} has no headers of kernels, must be of a build with 90a in FP4GEMM_CUDA_ARCHS "
+            "to compile an epilogue in Python for a GPU"
+        )
+    return folder
+
+
+@functools.cache
+def _hash_of(folder: Path) -> str:
+    """A hash of the files of a folder, with their names."""
+    total = hashlib.sha256()
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        total.update(f"{path.relative_to(folder)}\0".encode())
+        total.update(hashlib.sha256(path.read_bytes()).digest())
+    return total.hexdigest()
+
+
+def cache_dir() -> Path:
+    """The folder of the compiled kernels: $FP4GEMM_CACHE or ~/.cache/fp4gemm, and in it ``kernels``."""
+    folder = os.environ.get("FP4GEMM_CACHE")
+    return (Path(folder) if folder else Path.home() / ".cache" / "fp4gemm") / "kernels"
+
+
+_LOCKS: dict[str, threading.Lock] = {}
+_LOCKS_LOCK = threading.Lock()
+
+
+@contextlib.contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """For one thread of one process at a time: that of a file with this name."""
+    with _LOCKS_LOCK:
+        lock = _LOCKS.setdefault(str(path), threading.Lock())
+    with lock, path.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # released when the file is closed
+        yield
+
+
+def compiled(source: str, header: str) -> bytes:
+    """The cubin of a kernel with an epilogue, from the cache or by NVRTC, which takes seconds.
+
+    Args:
+        source: The text of ``gemm_generated_source``.
+        header: The text of the epilogue, which the source includes.
+
+    Raises:
+        RuntimeError: NVRTC, headers or a folder for the cache are missing, or the text does not compile.
+    """
+    headers = headers_dir()
+    parts = (source, header, _native.version(), _hash_of(headers), nvrtc().version, *_OPTIONS)
+    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()
+    folder = cache_dir()
+    path = folder / f"{key}.cubin"
+    if path.is_file():
+        return path.read_bytes()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _alone(folder / f"{key}.lock"):
+            if not path.is_file():
+                _write(path, _compiled_now(source, header, headers))
+            return path.read_bytes()
+    except OSError as error:
+        raise RuntimeError(
+            f"fp4gemm: cannot write {folder}: {error}; FP4GEMM_CACHE must name a folder that can be written"
+        ) from error
+
+
+def _compiled_now(source: str, header: str, headers: Path) -> bytes:
+    name = source.splitlines()[0].removeprefix("// ")
+    log.warning("fp4gemm: compiling an epilogue for the kernel %s", name)
+    begin = time.perf_counter()
+    cubin = _compile(source, header, (headers, nvrtc().include))
+    log.warning("fp4gemm: compiled it in %.1f s, into %s", time.perf_counter() - begin, cache_dir())
+    return cubin
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Writes a file that others see only when it is whole."""
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.stem, delete=False) as file:
+        file.write(data)
+    Path(file.name).replace(path)
+
+
+# ---- the kernels of this process
+
+_KERNELS: dict[tuple[int, str, str], int] = {}  # handles, by device, header of the epilogue and source
+
+
+def launch(
+    header: str,
+    form: list[int],
+    inputs: list[Tensor],
+    scalars: list[float],
+    aux_dtypes: list[int],
+    *operands: Any,
+) -> list[Tensor]:
+    """D and the further outputs of a product with an epilogue, on a GPU.
+
+    The first call that needs a kernel compiles and loads it. A CUDA graph can be captured after such a call.
+
+    Args:
+        header: The text of the epilogue (``fp4gemm_generated.hpp``).
+        form, inputs, scalars, aux_dtypes: As those of the operator ``gemm_generated``.
+        *operands: Its parameters from ``a`` on.
+    """
+    ops = torch.ops.fp4gemm
+    source = ops.gemm_generated_source(form, inputs, scalars, aux_dtypes, *operands)
+    key = (operands[0].device.index, header, source)
+    handle = _KERNELS.get(key)
+    if handle is None and not source:
+        handle = 0  # D has no elements
+    if handle is None:
+        cubin = torch.frombuffer(bytearray(compiled(source, header)), dtype=torch.uint8)
+        handle = ops.gemm_generated_load(cubin, form, inputs, scalars, aux_dtypes, *operands)
+        handle = _KERNELS.setdefault(key, handle)
+    results: list[Tensor] = ops.gemm_generated(handle, form, inputs, scalars, aux_dtypes, *operands)
+    return results
