@@ -214,6 +214,8 @@ def test_mxfp8(bench, bytes_, threads):
     problem["scale_a"][9] = 255  # NaN
     is_nan = np.isnan(_fp8(bench, problem, bytes_, threads))
     np.testing.assert_array_equal(is_nan, _fragment_c(np.repeat(np.arange(16)[:, None] == 9, 8, 1)) == 1)
+
+
 def test_nvfp4_truncated(bench):
     """Against MMA-Sim's model: groups of 16 exact products, 35 fraction bits, truncation to fp32."""
     problem = _fp4_problem()
