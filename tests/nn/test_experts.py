@@ -276,11 +276,6 @@ CALLS: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]], t
         ValueError,
         r"^topk_weights: shape is \(7, 1\), must be \(7, 2\) as of topk_ids",
     ),
-    "grad": (
-        lambda x, i, w: (x, i, w.requires_grad_()),
-        NotImplementedError,
-        r"^topk_weights: requires grad, but fp4gemm.nn.Experts is forward only",
-    ),
     "twice": (
         lambda x, i, w: (x, i[:, :1].expand(-1, 2), w),
         ValueError,

@@ -71,7 +71,7 @@ def total(call: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     ("name", "message"),
     [
         ("linear", TRANSFORM),
-        ("experts", FORWARD_ONLY),
+        ("experts", TRANSFORM),
         ("gated-mlp", FORWARD_ONLY),
         ("training-linear", TRANSFORM),
         ("training-bias", TRANSFORM),

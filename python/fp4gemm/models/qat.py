@@ -264,8 +264,7 @@ class QATExperts(torch.nn.Module):
     def forward(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
         """The weighted sum of the experts that each token names, as of :class:`fp4gemm.nn.Experts`."""
         d, device = self.layer.hidden, self.w13.device
-        with torch.no_grad():  # the checks of a layer that is forward only refuse gradients
-            nn_experts.check_tokens(x, topk_ids, topk_weights, d, device)
+        nn_experts.check_tokens(x, topk_ids, topk_weights, d, device)
         _ready(x, "grouped_mm", self.layer.activations)
         trained = (self.w13, self.bias13, self.w2, self.bias2)
         result: Tensor = _Block.apply(

@@ -75,8 +75,9 @@ def quantize_model(
     :class:`fp4gemm.nn.Experts`. Those in a list of modules are linear layers like others. docs/models.md says
     which experts are understood; the others stay in float, with the reason in the report.
 
-    The new weights have no gradient, and experts and fused blocks are forward only: run the model under
-    torch.inference_mode() or torch.no_grad(), or train adapters on its linear layers (docs/lora.md).
+    The new weights have no gradient, and fused blocks are forward only: run the model under
+    torch.inference_mode() or torch.no_grad(), or train adapters on its linear layers and experts
+    (docs/lora.md).
 
     By default two kinds of linear layers stay in float. Output embeddings: what ``get_output_embeddings()``
     of any module returns, a layer named lm_head or embed_out, or output at the top of the model, one that

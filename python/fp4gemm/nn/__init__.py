@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from ._adapted import LowRank
 from .experts import Experts
 from .gated import GatedMLP
 from .linear import Linear
@@ -12,7 +13,7 @@ from .linear import Linear
 if TYPE_CHECKING:
     from ..training import MoE
 
-__all__ = ["Experts", "GatedMLP", "Linear", "MoE"]
+__all__ = ["Experts", "GatedMLP", "Linear", "LowRank", "MoE"]
 
 
 def __getattr__(name: str) -> Any:

@@ -21,7 +21,7 @@ from ..ops.inputs import FP8_ROW, NOT_QUANTIZED, checked_input
 from ..ops.parts import OperandParts
 from ..ops.quantize import QuantizeDecodedCall
 
-__all__ = ["swiglu_experts"]
+__all__ = ["product", "rounded_sum", "swiglu_experts"]
 
 
 def swiglu_experts(
@@ -50,27 +50,39 @@ def swiglu_experts(
     offs, token_of_row, row_of_pair = operators.route(topk_ids, w13.data.shape[0])
     options: dict[str, Any] = {"batch_invariant": batch_invariant, "use_fast_accum": use_fast_accum}
     rows = x.index_select(0, token_of_row.clamp(min=0))  # rows behind offs[-1] belong to no group
-    z = _product(rows, w13, offs, scaling, options)
+    z = product(rows, w13, offs, scaling, options, x.dtype)
     # Copies: contiguous() would keep the strides of a slice without elements.
     gate, up = (z[:, i::2].clone(memory_format=torch.contiguous_format) for i in (0, 1))
     if x.dtype is torch.float32:
         h = torch.nn.functional.silu(gate) * up
     else:
         h = operators.swiglu(gate, up, None)
-    y = _product(h, w2, offs, scaling, options)
-    if topk_weights.dtype is x.dtype and x.dtype is not torch.float32:
-        places = torch.arange(row_of_pair.numel(), dtype=torch.int32, device=x.device)
-        y = y.index_select(0, row_of_pair.flatten().clamp(min=0)) * topk_weights.reshape(-1, 1)
-        row_of_pair = torch.where(row_of_pair < 0, -1, places.view(row_of_pair.shape))
-        topk_weights = torch.ones(row_of_pair.shape, dtype=torch.float32, device=x.device)
+    y = product(h, w2, offs, scaling, options, x.dtype)
+    y, row_of_pair, topk_weights = rounded_sum(y, row_of_pair, topk_weights)
     result: Tensor = operators.combine(y, row_of_pair, topk_weights, x.dtype)
     return result
 
 
-def _product(
-    rows: Tensor, weight: OperandParts, offs: Tensor, scaling: int, options: dict[str, Any]
+def rounded_sum(y: Tensor, row_of_pair: Tensor, topk_weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The arguments of combine for rows y, with weights of the dtype of y multiplied and rounded first."""
+    if topk_weights.dtype is not y.dtype or y.dtype is torch.float32:
+        return y, row_of_pair, topk_weights
+    places = torch.arange(row_of_pair.numel(), dtype=torch.int32, device=y.device)
+    y = y.index_select(0, row_of_pair.flatten().clamp(min=0)) * topk_weights.reshape(-1, 1)
+    row_of_pair = torch.where(row_of_pair < 0, -1, places.view(row_of_pair.shape))
+    return y, row_of_pair, torch.ones(row_of_pair.shape, dtype=torch.float32, device=y.device)
+
+
+def product(
+    rows: Tensor,
+    weight: OperandParts,
+    offs: Tensor,
+    scaling: int,
+    options: dict[str, Any],
+    out_dtype: torch.dtype,
+    c: Tensor | None = None,
 ) -> Tensor:
-    """The grouped product of rows, quantized as ``scaling`` says, and a weight, in the dtype of the rows."""
+    """The grouped product of rows, quantized as ``scaling`` says, and a weight, plus c of the out_dtype."""
     cast = checked_input(scaling)
     a: Tensor | OperandParts = rows
     if cast.scaling == FP8_ROW:
@@ -84,5 +96,5 @@ def _product(
         else:
             data, scales, amax = operators.quantize(*call)
             a = OperandParts(data, scales, amax, cast.e4m3_max)
-    y: Tensor = operators.gemm(*GemmCall.of(a, weight, offs, out_dtype=rows.dtype, **options))
+    y: Tensor = operators.gemm(*GemmCall.of(a, weight, offs, out_dtype=out_dtype, c=c, **options))
     return y

@@ -29,6 +29,8 @@ from ..recipe import (
 
 CheckFinite = Literal["off", "raise"]
 CHECKS_OF_FINITE = get_args(CheckFinite)
+InputGradient = Literal["dequantized", "quantized"]  # of an attribute of Linear and Experts
+INPUT_GRADIENTS = get_args(InputGradient)
 OUT_STEP = 8  # n: an output row of bf16 or fp16 is then a multiple of 16 bytes
 
 

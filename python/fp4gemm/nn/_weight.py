@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -70,6 +71,8 @@ class WeightModule(torch.nn.Module):
     _known: tuple[Tensor | None, ...]
     _known_version: int | None  # the version of the buffer of e4m3_max
     _fast: tuple[Any, ...] | None = None  # what forward may call without a check; any assignment removes it
+    # What the copy of the transpose was made of, and the copy; see _held_transpose.
+    _transposed: tuple[tuple[Any, ...], OperandParts] | None = None
     _is_captured = False  # a CUDA graph may read codes and scales, which then stay
 
     def __init__(
@@ -326,6 +329,19 @@ class WeightModule(torch.nn.Module):
             return self.weight.dequantize(dtype)
 
     # ---- the forms: codes and block scales, or prepacked bytes
+
+    def _held_transpose(
+        self, w: OperandParts, make: Callable[[OperandParts, int], OperandParts]
+    ) -> OperandParts:
+        """make(w, k), the quantized transpose of this layer's weight w, kept until the weight changes."""
+        parts = (w.data, w.scales, w.amax)
+        written = (*map(version, parts), w.e4m3_max)
+        held = self._transposed
+        if held is None or held[0][3:] != written or any(map(operator.is_not, held[0][:3], parts)):
+            with torch.inference_mode(False), torch.no_grad():
+                made = make(w, self.in_features)
+            held = self._transposed = ((*parts, *written), made)
+        return held[1]
 
     def _operand_parts(self) -> OperandParts:
         """The buffers as the operators take them; the weight must be there."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 import torch
@@ -23,9 +24,12 @@ from ..recipe import (
     WeightScaling,
 )
 from ..support import TokenForm
+from ._adapted import Block, Frozen, LowRank, adapted_experts, check_adapter, transpose
 from ._by_parts import swiglu_experts
 from ._inputs import (
+    INPUT_GRADIENTS,
     CheckFinite,
+    InputGradient,
     Invariant,
     check_bias,
     check_float_weight,
@@ -63,8 +67,12 @@ class Experts(Invariant, torch.nn.Module):
 
     The weights are buffers of the modules ``w13`` and ``w2`` and are prepacked as those of
     :class:`fp4gemm.nn.Linear` are: the first ``forward`` on compute capability 9.0 that is neither traced nor
-    captured does it. ``state_dict``, pickles, copies and moves have codes and scales. The module is forward
-    only. A new one has no weights; make it with ``from_float``, ``from_quantized`` or ``quantize_model``.
+    captured does it. ``state_dict``, pickles, copies and moves have codes and scales. A new module has no
+    weights; make it with ``from_float``, ``from_quantized`` or ``quantize_model``.
+
+    The weights are frozen. x, topk_weights and the adapters of ``forward`` (LoRA) have gradients, without
+    ``ep``; a call that autograd records, or that has adapters, is a sequence of operators with the same bits,
+    which takes longer. :attr:`input_gradient` and docs/lora.md define the gradients.
 
     Args:
         num_experts: g, 1 to 2048.
@@ -103,6 +111,7 @@ class Experts(Invariant, torch.nn.Module):
     ep: ExpertParallel | None = None
     use_fast_accum: bool = False
     rounded_gate: bool = False
+    _input_gradient: InputGradient = "dequantized"
 
     w13: StackedWeight
     w2: StackedWeight
@@ -302,6 +311,22 @@ class Experts(Invariant, torch.nn.Module):
         """The dtype of the float weights before quantization."""
         return self.w13.dtype
 
+    @property
+    def input_gradient(self) -> InputGradient:
+        """How backward multiplies by the stored weights: an attribute that is set, not part of the state.
+
+        "dequantized": each weight is dequantized to the dtype of x while its part of backward runs.
+        "quantized": ``Q(dy) @ Q(W^T)^T`` on the kernels of NVFP4, with a copy of both weights, 0.5625 bytes
+        an element, as of :attr:`fp4gemm.nn.Linear.input_gradient`. Setting raises ValueError.
+        """
+        return self._input_gradient
+
+    @input_gradient.setter
+    def input_gradient(self, value: InputGradient) -> None:
+        _checks.is_one_of("input_gradient", value, INPUT_GRADIENTS)
+        self._input_gradient = value
+        self.w13._transposed = self.w2._transposed = None
+
     def prepack(self) -> Experts:
         """Replace the codes and block scales of both weights by prepacked bytes, and return the module.
 
@@ -398,7 +423,15 @@ class Experts(Invariant, torch.nn.Module):
                     state_dict[key] = value.to_local()
         super()._load_from_state_dict(state_dict, prefix, *args)
 
-    def forward(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        *,
+        adapters13: Sequence[LowRank] = (),
+        adapters2: Sequence[LowRank] = (),
+    ) -> Tensor:
         """The weighted sum of the experts that each token names.
 
         Args:
@@ -407,14 +440,18 @@ class Experts(Invariant, torch.nn.Module):
                 outside of 0..num_experts-1, names no expert. A token must not name an expert twice: the CPU
                 refuses that, a GPU does not look.
             topk_weights: float32, bfloat16 or float16 (..., top_k).
+            adapters13: what is added to W13, ahead of the activation: :class:`LowRank` matrices a (g, r, d)
+                and b (g, n13, r), the rows of b in the order of W13, gate and up in turn. They multiply x
+                itself, not Q(x), in the dtype of x.
+            adapters2: what is added to W2: a (g, r, intermediate) and b (g, d, r), which multiply h.
 
         Returns:
             (..., d), dtype of x; zeros for a token that names no expert. Does not synchronise, except when it
-            prepacks the weights.
+            prepacks the weights, and for adapters with an x that is not bfloat16.
 
         Raises:
             TypeError, ValueError: naming the argument or the size that is wrong.
-            NotImplementedError: x or topk_weights requires grad while grad mode is on.
+            NotImplementedError: a gradient or an adapter is wanted of experts with ``ep``.
             RuntimeError: no weights have been loaded yet.
         """
         modules = self._modules
@@ -433,6 +470,8 @@ class Experts(Invariant, torch.nn.Module):
             and type(x) is Tensor
             and x.dim() == 2
             and (tokens != "16-bit" or x.dtype is not torch.float32)  # x is rounded first
+            and not adapters13
+            and not adapters2
             and not (torch.is_grad_enabled() and (x.requires_grad or topk_weights.requires_grad))
         ):
             try:
@@ -442,10 +481,17 @@ class Experts(Invariant, torch.nn.Module):
                 if _checks.is_readable(x) and all(map(_is_contiguous, (topk_ids, topk_weights))):
                     args = (x, topk_ids, topk_weights, w13, w2)
                     return explained("fp4gemm.nn.Experts", error, self._checked_forward, *args)
-        return self._checked_forward(x, topk_ids, topk_weights, w13, w2)
+        return self._checked_forward(x, topk_ids, topk_weights, w13, w2, adapters13, adapters2)
 
     def _checked_forward(
-        self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, w13: OperandParts, w2: OperandParts
+        self,
+        x: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        w13: OperandParts,
+        w2: OperandParts,
+        adapters13: Sequence[LowRank] = (),
+        adapters2: Sequence[LowRank] = (),
     ) -> Tensor:
         d = self.w13.in_features
         x, ids, weights = check_tokens(x, topk_ids, topk_weights, d, w13.amax.device)
@@ -460,6 +506,14 @@ class Experts(Invariant, torch.nn.Module):
         x = _checks.readable(x.reshape(-1, d))
         top_k = ids.shape[-1]
         ids, weights = ids.reshape(-1, top_k).contiguous(), weights.reshape(-1, top_k).contiguous()
+        is_recorded = torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad)
+        if is_recorded or adapters13 or adapters2:
+            if self.ep is not None:
+                raise NotImplementedError("ep: is set, must be None for gradients and for adapters")
+            frozen = (self._frozen("w13", w13, adapters13), self._frozen("w2", w2, adapters2))
+            with torch.autocast(x.device.type, enabled=False):
+                y = adapted_experts(x, ids, weights, *frozen, self._block())
+            return y.to(dtype).view(shape)
         if self.ep is not None:
             if self.batch_invariant:
                 raise NotImplementedError("batch_invariant: is True with ep, must be False with it")
@@ -469,6 +523,26 @@ class Experts(Invariant, torch.nn.Module):
         if self.check_finite == "off" and not in_bfloat16 and not torch.compiler.is_compiling():
             self.w13.is_checked = self.w2.is_checked = "_hf_hook" not in self.w13.__dict__
         return y.to(dtype).view(shape)
+
+    def _frozen(self, name: str, parts: OperandParts, adapters: Sequence[LowRank]) -> Frozen:
+        """A weight for a call that autograd may record, with its adapters, which are checked."""
+        weight: StackedWeight = getattr(self, name)
+        if not torch.compiler.is_compiling() and parts.data.is_inference():
+            raise RuntimeError(
+                f"{name}: was made in inference mode, must not be where gradients are wanted; load the model "
+                "outside of torch.inference_mode()"
+            )
+        for i, adapter in enumerate(adapters):
+            check_adapter(f"adapters{name[1:]}[{i}]", adapter, weight._shape, parts.data.device)
+        transposed = None
+        if self._input_gradient == "quantized" and torch.is_grad_enabled():
+            transposed = weight._held_transpose(parts, transpose)
+        return Frozen(parts, weight.in_features, tuple(adapters), transposed)
+
+    def _block(self) -> Block:
+        options = {"batch_invariant": self.batch_invariant, "use_fast_accum": self.use_fast_accum}
+        scaling = cast(int, INPUTS[self.activations].scaling)
+        return Block(scaling, by_name[self.activation], self.rounded_gate, options)
 
     def extra_repr(self) -> str:
         finite = "" if self.check_finite == "off" else f", check_finite={self.check_finite!r}"
@@ -664,8 +738,6 @@ def check_tokens(
         wanted = ", ".join(map(str, (*lead, "top_k")))
         raise ValueError(f"topk_ids: shape is {tuple(ids.shape)}, must be ({wanted})")
     _checks.has_shape("topk_weights", weights, tuple(ids.shape), " as of topk_ids")
-    for name, t in (("x", x), ("topk_weights", weights)):
-        _checks.no_grad(name, t, "fp4gemm.nn.Experts")
     _checks.has_dtype("x", x, _checks.FLOAT_DTYPES)
     return x, ids, weights
 

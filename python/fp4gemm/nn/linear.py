@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import operator
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,8 +20,10 @@ from ..ops.linear import LinearCall
 from ..ops.parts import OperandParts
 from ..recipe import INPUTS, DataFree, LayerActivations, Quantizer, Recipe, WeightScaling
 from ._inputs import (
+    INPUT_GRADIENTS,
     OUT_STEP,
     CheckFinite,
+    InputGradient,
     Invariant,
     check_bias,
     check_linear,
@@ -48,9 +49,6 @@ _SUMS: dict[tuple[bool, bool], dict[str, bool]] = {
     (True, False): {"batch_invariant": True},
     (True, True): {"batch_invariant": True, "use_fast_accum": True},
 }
-
-InputGradient = Literal["dequantized", "quantized"]
-INPUT_GRADIENTS = get_args(InputGradient)
 
 
 class Linear(Invariant, WeightModule):
@@ -141,8 +139,6 @@ class Linear(Invariant, WeightModule):
     check_finite: CheckFinite = "off"
     use_fast_accum: bool = False
     _input_gradient: InputGradient = "dequantized"
-    # What the copy for input_gradient "quantized" was made of, and the copy.
-    _transposed: tuple[tuple[Any, ...], OperandParts] | None = None
 
     def __init__(
         self,
@@ -421,15 +417,7 @@ class Linear(Invariant, WeightModule):
         how, k = self._input_gradient, self.in_features
         if how == "dequantized" or not call.x.requires_grad or torch.compiler.is_compiling():
             return recorded(call, how, k, None)
-        w = call.weight_parts
-        parts = (w.data, w.scales, w.amax)
-        written = (*map(version, parts), w.e4m3_max)
-        held = self._transposed
-        if held is None or held[0][3:] != written or any(map(operator.is_not, held[0][:3], parts)):
-            with torch.inference_mode(False), torch.no_grad():
-                made = transpose(w, k)
-            held = self._transposed = ((*parts, *written), made)
-        return recorded(call, how, k, held[1])
+        return recorded(call, how, k, self._held_transpose(call.weight_parts, transpose))
 
     @property
     def input_gradient(self) -> InputGradient:
