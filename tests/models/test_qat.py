@@ -10,8 +10,8 @@ import fp4gemm
 import pytest
 import torch
 from fp4gemm import nn
-from fp4gemm.models import QATExperts, QATLinear, convert_qat, prepare_qat
-from fp4gemm.models.qat import first_master, nearest_codes
+from fp4gemm.models import QATExperts, QATLinear, convert_qat, prepare_qat, qat
+from fp4gemm.models.qat import first_master, nearest_codes, random_codes
 from fp4gemm.reference.formats import E2M1_VALUES, pack, unpack
 from nn_helpers import same_bits
 from torch import Tensor
@@ -487,6 +487,36 @@ def test_nothing_changes_where_the_export_is_refused() -> None:
 
 
 # ---- a GPU
+
+
+@pytest.mark.parametrize("shape", [(32, K), (3, 32, K)], ids=["matrix", "stack"])
+def test_codes_that_are_drawn(shape: tuple[int, ...]) -> None:
+    """Their mean is the weight; values stay; what is beyond the largest value becomes it."""
+    made = fp4gemm.quantize(torch.randn(shape), four_over_six="mse")
+    values = made.dequantize(torch.float32)
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(w: Tensor) -> Tensor:
+        codes = random_codes(w, made, generator)
+        return made._with(codes, made.scales, made.amax, None).dequantize(torch.float32)
+
+    assert torch.equal(random_codes(values, made, generator), made.codes)
+    assert torch.equal(drawn(values * 100).sign(), values.sign())
+    assert same_bits(drawn(values * 100), drawn(values * 1000))
+    # Between 0 and the largest value of each block, so that nothing saturates.
+    block = values.unflatten(-1, (-1, 16)).abs().amax(-1, True).expand(*shape[:-1], -1, 16).flatten(-2)
+    target = block * (torch.rand(shape) * 1.6 - 0.8)
+    num_draws = 400
+    draws = torch.stack([drawn(target) for _ in range(num_draws)])
+    steps = qat._steps(made).repeat_interleave(16, 1).view(shape)
+    grid = torch.tensor(E2M1_VALUES[:8])
+    above = torch.bucketize(target.abs() / steps, grid).clamp(min=1)
+    low, high = grid[above - 1] * steps, grid[above] * steps
+    assert bool(((draws.abs() - low).abs().minimum((draws.abs() - high).abs()) < 1e-6 * high).all())
+    deviation = ((target.abs() - low) * (high - target.abs()) / num_draws).sqrt()
+    z = (draws.mean(0) - target) / (deviation + 1e-4 * steps)
+    assert z.abs().max() < 5.5
+    assert 0.9 < z.std() < 1.1
 
 
 @pytest.mark.gpu

@@ -292,6 +292,12 @@ def test_bad_calls(
         experts()(*change(*routed()))
 
 
+def test_the_layout_of_the_float_weights_is_known() -> None:
+    assert experts().float_layout == "halves"
+    w13, w2, *_ = weights()
+    assert nn.Experts.from_float(w13, w2, layout="interleaved").float_layout == "interleaved"
+
+
 def test_check_finite() -> None:
     m, (x, ids, scores) = experts(check_finite="raise"), routed()
     x[0, 0] = torch.nan

@@ -324,6 +324,30 @@ def nearest_codes(w: Tensor, like: NVFP4Tensor) -> Tensor:
     return codes
 
 
+def random_codes(w: Tensor, like: NVFP4Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """Codes (.., n, k/2) of a float weight with the scales of an NVFP4 weight, rounded up or down at random.
+
+    The mean of the values is the weight, but for elements beyond 6 steps, which become 6 steps, and for those
+    within a millionth of a value, which become this value. The generator is one of the device of w.
+    """
+    rows, steps = w.reshape(-1, w.shape[-1]), _steps(like)
+    codes = torch.empty(like.codes.shape, dtype=torch.uint8, device=w.device)
+    flat = codes.view(rows.shape[0], -1)
+    values = torch.tensor(E2M1_VALUES[:8], device=w.device)
+    for i, j in _chunks(rows):
+        step = steps[i:j].unsqueeze(-1)
+        ratio = (rows[i:j].float().unflatten(-1, (-1, _checks.BLOCK)) / step).masked_fill_(step == 0, 0.0)
+        size = ratio.abs().clamp_(max=E2M1_MAX)
+        below = torch.bucketize(size * (1 + 1e-6), values, right=True).sub_(1)
+        above = (below + 1).clamp_(max=7)
+        distance = (values[above] - values[below]).masked_fill_(above == below, 1.0)
+        draws = torch.rand(size.shape, generator=generator, device=w.device).clamp_(min=1e-6)
+        code = torch.where((size - values[below]) / distance > draws, above, below)
+        code += 8 * torch.signbit(ratio)
+        flat[i:j] = pack(code.to(torch.uint8).flatten(1))
+    return codes
+
+
 def first_master(w: Tensor, made: NVFP4Tensor, master: Master) -> Tensor:
     """float32 numbers that :func:`nearest_codes` rounds to the codes of ``made``.
 

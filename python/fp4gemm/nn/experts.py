@@ -103,6 +103,8 @@ class Experts(Invariant, torch.nn.Module):
 
     Attributes:
         batch_invariant: of both products, as of :class:`fp4gemm.nn.Linear`; refused with ep.
+        float_layout: the layout of gate and up in the float weights that the module was made of, which
+            adapters of the float model have too; "halves" for a module whose weights were loaded.
 
     Raises:
         TypeError, ValueError: naming the argument, its value and what it must be.
@@ -111,6 +113,7 @@ class Experts(Invariant, torch.nn.Module):
     ep: ExpertParallel | None = None
     use_fast_accum: bool = False
     rounded_gate: bool = False
+    float_layout: Layout = "halves"
     _input_gradient: InputGradient = "dequantized"
 
     w13: StackedWeight
@@ -286,6 +289,7 @@ class Experts(Invariant, torch.nn.Module):
             torch.nn.Module.__init__(made)
             made._set_options(chosen, activations, check_finite, use_fast_accum, rounded_gate, ep)
             made.w13, made.w2 = StackedWeight.of(w13, bias13), StackedWeight.of(w2, bias2)
+            made.float_layout = layout
         return made
 
     @property

@@ -445,6 +445,7 @@ def swap(
             use_fast_accum=use_fast_accum and INPUTS[mine].tokens == "fp8",
             rounded_gate=rounded_gate,
         )
+        experts.float_layout = read.layout
         for child in ("w13", "w2"):
             if not plan.fills[f"{name}.{child}.{ANCHOR}"].is_per_row:
                 setattr(experts, child, _of_one_amax(getattr(experts, child), dtype))
