@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -354,3 +355,14 @@ def test_bad_merges() -> None:
         stacks_of_model[0][0, 0] = torch.nan
     with pytest.raises(ValueError, match=r"^ParamWrapper.merge: \d+ values are NaN or infinite"):
         model.merge_and_unload()
+
+
+def test_the_example(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its smallest size runs to the end; every loss is near that of 256 bytes at random."""
+    examples = Path(__file__).resolve().parents[2] / "examples"
+    monkeypatch.syspath_prepend(str(examples))
+    importlib.import_module("lora_moe").main(["--size", "smoke", "--device", "cpu"])
+    lines = [line.rsplit(maxsplit=2) for line in capsys.readouterr().out.splitlines()[-4:]]
+    assert [line[0] for line in lines] == ["four-over-six", "search", "gptq", "stochastic"]
+    for _, *losses in lines:
+        assert all(5.3 < float(loss) < 5.7 for loss in losses)
