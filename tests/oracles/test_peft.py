@@ -299,6 +299,56 @@ def test_a_merge_is_not_undone() -> None:
     assert same_bits(logits(model), merged)
 
 
+def test_loaded_experts_know_the_layout_of_adapters(tmp_path: Path) -> None:
+    """Rows of gate and up alternate in GPT-OSS; a checkpoint does not say it, and the model's class does."""
+    from fp4gemm.integrations import transformers as of_transformers
+    from fp4gemm.integrations.peft import from_pretrained
+
+    of_transformers.register()
+    try:
+        model = fp4gemm.models.quantize_model(gpt_oss(), activations="a16")
+        of_transformers.save_pretrained(model, tmp_path / "base", format="fp4gemm")
+        again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    finally:
+        of_transformers.unregister()
+    assert [m.float_layout for m in stacks(again)] == ["interleaved"]
+    model = adapted(gpt_oss, activations="a16")
+    fill(model)
+    model.save_pretrained(tmp_path / "adapter")
+    loaded = from_pretrained(again, tmp_path / "adapter")
+    for name, p in peft.get_peft_model_state_dict(model).items():
+        assert same_bits(peft.get_peft_model_state_dict(loaded)[name], p), name
+    assert same_bits(
+        stacks(loaded)[0].w13.weight_codes, stacks(model)[0].w13.weight_codes
+    )  # so that the same adapter means the same
+
+
+def test_a_checkpoint_is_adapted_by_trainer_and_saved_again(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason="Trainer needs accelerate")
+    from fp4gemm.integrations import transformers as of_transformers
+    from fp4gemm.integrations.peft import get_peft_model, merge_and_unload
+
+    of_transformers.register()
+    try:
+        model = fp4gemm.models.quantize_model(qwen3_moe())
+        of_transformers.save_pretrained(model, tmp_path / "base", format="fp4gemm")
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+        model = get_peft_model(model, lora())
+        options = transformers.TrainingArguments(
+            output_dir=tmp_path / "run", max_steps=3, learning_rate=1e-2, report_to=[], use_cpu=True
+        )
+        data = [{"input_ids": row, "labels": row} for row in IDS]
+        before = model(input_ids=IDS, labels=IDS).loss.item()
+        transformers.Trainer(model=model, args=options, train_dataset=data).train()
+        assert model.eval()(input_ids=IDS, labels=IDS).loss.item() < before - 0.05
+        merged = merge_and_unload(model)
+        of_transformers.save_pretrained(merged, tmp_path / "merged", format="fp4gemm")
+        again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+        assert same_bits(logits(again), logits(merged))
+    finally:
+        of_transformers.unregister()
+
+
 # ---- what is refused
 
 

@@ -352,7 +352,7 @@ class Fp4GemmQuantizer(HfQuantizer):
 
     @property
     def is_trainable(self) -> bool:
-        return False
+        return True  # adapters on top of the frozen weights, as Trainer asks of models with adapters alone
 
     @property
     def is_compileable(self) -> bool:
