@@ -24,10 +24,13 @@ from fp4gemm.checkpoint import formats as package
 from fp4gemm.checkpoint.formats import (
     FORMATS,
     LAYERS,
+    PACKED,
     SOURCES,
     Format,
     FormatName,
     Group,
+    PackedFormat,
+    PackedName,
     Scheme,
     SourceFormat,
     SourceName,
@@ -242,6 +245,11 @@ def test_every_format_is_entered() -> None:
     ]
     assert {each.name for each in only_read} == set(SOURCES)
     assert not set(SOURCES) & set(FORMATS)
+    assert set(get_args(PackedName)) == set(PACKED)
+    assert all(packed.name == name for name, packed in PACKED.items())
+    written = [each for module in modules for each in vars(module).values() if isinstance(each, PackedFormat)]
+    assert {each.name for each in written} == set(PACKED)
+    assert not set(PACKED) & set(FORMATS)
 
 
 @pytest.mark.parametrize("part", [field.name for field in dataclasses.fields(Format)])

@@ -241,13 +241,13 @@ def translation(source: Source, options: Translation) -> Work:
 
 
 def packing(source: Source, options: Packing) -> Work:
-    """The work of writing a float checkpoint in a format of SOURCES.
+    """The work of writing a float checkpoint in a format of PACKED.
 
     Raises:
         CheckpointError: the checkpoint is quantized already, or as for :func:`.packed`.
     """
     _refuse_quantized(source)
-    slots, tasks, entries = packed(source, options)
+    slots, tasks, entries, about = packed(source, options)
     report = ConvertReport(
         tuple(entries),
         left_out=tuple(sorted(source.left_out.items())),
@@ -256,7 +256,7 @@ def packing(source: Source, options: Packing) -> Work:
     files = {
         shard: FileLayout.of(shard, made, source.metadata[shard]) for shard, made in slots.items() if made
     }
-    config = {**source.config, "quantization_config": dict(SOURCES[options.format].config)}
+    config = {**source.config, "quantization_config": about}
     return Work({"format": options.format, "scale": options.scale}, files, tasks, config, {}, report)
 
 

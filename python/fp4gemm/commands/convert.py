@@ -25,7 +25,7 @@ from ..checkpoint import (
 )
 from ..checkpoint.auto import NUM_TOKENS as AUTO_TOKENS
 from ..checkpoint.calibration import NUM_TOKENS, Text, read_calibration
-from ..checkpoint.formats import FORMATS, SOURCES
+from ..checkpoint.formats import FORMATS, PACKED, SOURCES
 from ..checkpoint.options import read_amaxes, read_fused, read_kv_scales, read_layers
 from ..checkpoint.runner import Progress
 from ..models.report import readable_bytes
@@ -51,12 +51,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = what.add_argument
     add(
         "--format",
-        choices=(*FORMATS, *SOURCES),
+        choices=(*FORMATS, *PACKED),
         help="of the new checkpoint (default: modelopt); mxfp4: the experts of GPT-OSS in MXFP4",
     )
     add(
         "--scale",
-        choices=sorted({name for about in SOURCES.values() for name in about.scales_by}),
+        choices=sorted({name for about in PACKED.values() for name in about.scales_by}),
         help="with --format mxfp4: the power of two of a block is that of its amax over that of 4 (floor, "
         "the default), or the least for which no element saturates (ceil)",
     )
@@ -260,7 +260,7 @@ def _what(options: argparse.Namespace) -> Options | Translation | Packing:
                 f"{name}: got with --from and --to, must be absent: they change the format alone"
             )
         return Translation(options.source, options.target)
-    if given.get("format") in SOURCES:
+    if given.get("format") in PACKED:
         if options.auto:
             raise ValueError(f"--auto: got with --format {given['format']}, must be absent")
         others = [name for name in given if name not in ("format", "scale")]

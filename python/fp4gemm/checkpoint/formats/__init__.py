@@ -27,8 +27,10 @@ half the columns that it expects.
 have beside NVFP4: ``weight`` (n, k) in FP8, and ``weight_scale`` with one number for the weight, for each
 row, or for each block of 128 x 128.
 
-:data:`SOURCES` has the formats that are read and never written. Their weights become NVFP4 weights: the MXFP4
+:data:`SOURCES` has the formats without NVFP4 that are read. Their weights become NVFP4 weights: the MXFP4
 experts of GPT-OSS, ``gate_up_proj_blocks`` (g, n, k/32, 16) and ``gate_up_proj_scales`` (g, n, k/32).
+
+:data:`PACKED` has the formats without NVFP4 in which a float checkpoint is written: these experts in MXFP4.
 
 Sources: ModelOpt 0.47.0 (``export/convert_hf_config.py``, ``qtensor/nvfp4_tensor.py``), compressed-tensors
 0.20.0 (``quantization/quant_config.py``, ``compressors/nvfp4``), and the readers in vLLM and SGLang.
@@ -60,13 +62,15 @@ from .fp8_channel import FP8_CHANNEL
 from .fp8_tensor import FP8_TENSOR
 from .layers import LAYERS, Group, LayerFormat, LayerName, StoredLayer
 from .modelopt import MODELOPT, hf_quant_config
-from .mxfp4 import MXFP4
+from .mxfp4 import MXFP4, PACKED_MXFP4
+from .packed import PACKED, PackedFormat, PackedName
 from .sources import SOURCES, SourceFormat, SourceName, Stack
 from .stored import StoredWeight
 
 __all__ = [
     "FORMATS",
     "LAYERS",
+    "PACKED",
     "SOURCES",
     "Format",
     "FormatName",
@@ -74,6 +78,8 @@ __all__ = [
     "KVCache",
     "LayerFormat",
     "LayerName",
+    "PackedFormat",
+    "PackedName",
     "Producer",
     "Scheme",
     "SourceFormat",
@@ -92,6 +98,7 @@ __all__ = [
 FORMATS |= {each.name: each for each in (MODELOPT, COMPRESSED_TENSORS, FP4GEMM)}
 LAYERS |= {each.name: each for each in (FP8_TENSOR, FP8_CHANNEL, FP8_BLOCK)}
 SOURCES |= {each.name: each for each in (MXFP4,)}
+PACKED |= {each.name: each for each in (PACKED_MXFP4,)}
 
 
 def quantization_config(scheme: Scheme) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """SourceFormat: a format whose weights are not NVFP4. Stack: the experts of a layer in such a checkpoint.
 
 The weights of these formats become NVFP4 weights when they are read. They are experts that are stored as one
-tensor for each product of a layer. A float checkpoint of the model can be written in such a format.
+tensor for each product of a layer.
 """
 
 from __future__ import annotations
@@ -88,9 +88,6 @@ class SourceFormat:
             not compute.
         operand: called with codes and scales of a matrix or of all experts, "row" or "tensor", and a function
             for a report; returns the operand, with a rounded value where NVFP4 has no equal one.
-        scales_by: the names of the ways in which ``pack`` chooses scales; the first is the default.
-        pack: called with a float matrix (n, k) and one of these; returns codes and scales of the matrix.
-        config: the ``quantization_config`` of a checkpoint that is written.
     """
 
     name: SourceName
@@ -103,9 +100,6 @@ class SourceFormat:
     read: Callable[[Json, str], tuple[str, ...]]
     check_model: Callable[[Json], None]
     operand: Callable[[Tensor, Tensor, WeightScaling, Callable[[MXFP4Report], object]], NVFP4Tensor]
-    scales_by: tuple[str, ...]
-    pack: Callable[[Tensor, str], tuple[Tensor, Tensor]]
-    config: Json
 
     def scheme(self, config: Json, format: FormatName = "fp4gemm") -> Scheme:
         """The scheme of the NVFP4 weights in the given format; activations stay in 16 bits.

@@ -1,0 +1,48 @@
+"""PackedFormat: a format that is not NVFP4, in which a float checkpoint can be written."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from typing import Literal
+
+from torch import Tensor
+
+from .base import Json
+from .sources import Described
+
+__all__ = ["FLOATS", "PACKED", "PackedFormat", "PackedName", "Stored"]
+
+PackedName = Literal["mxfp4"]
+FLOATS = ("BF16", "F16", "F32")  # the dtypes of weights that are packed
+
+Stored = tuple[str, str, tuple[int, ...]]  # name, dtype as safetensors names it, shape
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PackedFormat:
+    """Everything about a format that a float checkpoint is written in: its weights, and their tensors.
+
+    Args:
+        name: the name of the format, which also is ``quant_method`` in config.json.
+        scales_by: the names of the ways in which ``pack`` chooses scales; the first is the default.
+        choose: called with config.json and the tensors of a float checkpoint; returns the names of the
+            weights that are packed. It raises ValueError for a model or a tensor that does not fit, whose
+            text begins with the name.
+        why_kept: called with a tensor that is not packed; returns the reason in words, or "" where the
+            general rules have it.
+        stored: called with the name and the shape of a weight; returns the tensors that it becomes.
+        pack: called with a weight and one of scales_by; returns these tensors.
+        config: called with the names of all tensors that are not packed; returns ``quantization_config``.
+    """
+
+    name: PackedName
+    scales_by: tuple[str, ...]
+    choose: Callable[[Json, Mapping[str, Described]], set[str]]
+    why_kept: Callable[[str, Described], str]
+    stored: Callable[[str, tuple[int, ...]], tuple[Stored, ...]]
+    pack: Callable[[Tensor, str], tuple[Tensor, ...]]
+    config: Callable[[Iterable[str]], Json]
+
+
+PACKED: dict[PackedName, PackedFormat] = {}  # the package enters every format
