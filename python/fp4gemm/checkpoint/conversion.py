@@ -72,7 +72,7 @@ def convert(
         dst: a folder that is new or empty, or with ``resume`` that of an interrupted conversion.
         options: what is quantized, and how; None is ``Options()``. A :class:`Translation` instead changes the
             format of an NVFP4 checkpoint; codes and block scales keep their bytes. A :class:`Packing` writes
-            the experts of GPT-OSS in MXFP4.
+            the experts of GPT-OSS in MXFP4, or linear layers in MXFP8.
         device: "auto" (a GPU if torch sees one), "cpu", "cuda" or "cuda:0,1".
         jobs: sets that are converted at a time; None: as many as torch has threads, or four for each GPU.
         max_memory: bytes that the sets which are converted at a time may need; None: no limit beyond jobs.

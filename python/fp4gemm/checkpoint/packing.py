@@ -26,9 +26,10 @@ class Packing:
     """A float checkpoint in a format whose weights are not NVFP4.
 
     Attributes:
-        format: "mxfp4": the experts of GPT-OSS as OpenAI's checkpoints have them; all else stays.
-        scale: how the scale of a block is chosen: "floor" (None) or "ceil", as of
-            :func:`fp4gemm.quantize_mxfp4`.
+        format: "mxfp4": the experts of GPT-OSS as OpenAI's checkpoints have them; all else stays. "mxfp8":
+            linear layers in MXFP8, as miles writes them.
+        scale: how the scale of a block is chosen: of mxfp4 "floor" (None) or "ceil", as of
+            :func:`fp4gemm.quantize_mxfp4`; of mxfp8 "ceil" (None), as of :func:`fp4gemm.quantize_mxfp8`.
 
     Raises:
         ValueError: one of them is no such name.

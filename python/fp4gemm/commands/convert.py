@@ -52,13 +52,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--format",
         choices=(*FORMATS, *PACKED),
-        help="of the new checkpoint (default: modelopt); mxfp4: the experts of GPT-OSS in MXFP4",
+        help="of the new checkpoint (default: modelopt); mxfp4: the experts of GPT-OSS in MXFP4; mxfp8: "
+        "linear layers in MXFP8, as miles writes them",
     )
     add(
         "--scale",
         choices=sorted({name for about in PACKED.values() for name in about.scales_by}),
         help="with --format mxfp4: the power of two of a block is that of its amax over that of 4 (floor, "
-        "the default), or the least for which no element saturates (ceil)",
+        "the default), or the least for which no element saturates (ceil, the only one of mxfp8)",
     )
     add("--numerics", choices=get_args(Numerics), help="whose roundings (default: te)")
     add(
@@ -269,7 +270,7 @@ def _what(options: argparse.Namespace) -> Options | Translation | Packing:
             raise ValueError(f"{flag}: got with --format {given['format']}, must be absent")
         return Packing(**given)
     if "scale" in given:
-        raise ValueError(f"--scale: got {given['scale']}, must be absent without --format mxfp4")
+        raise ValueError(f"--scale: got {given['scale']}, must be absent without --format mxfp4 or mxfp8")
     if "recipe" in given:
         own = PRESETS[given.pop("recipe")].for_inference().options()
         for name in own:

@@ -30,7 +30,8 @@ row, or for each block of 128 x 128.
 :data:`SOURCES` has the formats without NVFP4 that are read. Their weights become NVFP4 weights: the MXFP4
 experts of GPT-OSS, ``gate_up_proj_blocks`` (g, n, k/32, 16) and ``gate_up_proj_scales`` (g, n, k/32).
 
-:data:`PACKED` has the formats without NVFP4 in which a float checkpoint is written: these experts in MXFP4.
+:data:`PACKED` has the formats without NVFP4 in which a float checkpoint is written: these experts in MXFP4,
+and linear layers in MXFP8, e4m3 ``weight`` (n, k) and e8m0 bytes ``weight_scale_inv`` (n, k/32).
 
 Sources: ModelOpt 0.47.0 (``export/convert_hf_config.py``, ``qtensor/nvfp4_tensor.py``), compressed-tensors
 0.20.0 (``quantization/quant_config.py``, ``compressors/nvfp4``), and the readers in vLLM and SGLang.
@@ -63,6 +64,7 @@ from .fp8_tensor import FP8_TENSOR
 from .layers import LAYERS, Group, LayerFormat, LayerName, StoredLayer
 from .modelopt import MODELOPT, hf_quant_config
 from .mxfp4 import MXFP4, PACKED_MXFP4
+from .mxfp8 import MXFP8
 from .packed import PACKED, PackedFormat, PackedName
 from .sources import SOURCES, SourceFormat, SourceName, Stack
 from .stored import StoredWeight
@@ -98,7 +100,7 @@ __all__ = [
 FORMATS |= {each.name: each for each in (MODELOPT, COMPRESSED_TENSORS, FP4GEMM)}
 LAYERS |= {each.name: each for each in (FP8_TENSOR, FP8_CHANNEL, FP8_BLOCK)}
 SOURCES |= {each.name: each for each in (MXFP4,)}
-PACKED |= {each.name: each for each in (PACKED_MXFP4,)}
+PACKED |= {each.name: each for each in (PACKED_MXFP4, MXFP8)}
 
 
 def quantization_config(scheme: Scheme) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from .sources import Described
 
 __all__ = ["FLOATS", "PACKED", "PackedFormat", "PackedName", "Stored"]
 
-PackedName = Literal["mxfp4"]
+PackedName = Literal["mxfp4", "mxfp8"]
 FLOATS = ("BF16", "F16", "F32")  # the dtypes of weights that are packed
 
 Stored = tuple[str, str, tuple[int, ...]]  # name, dtype as safetensors names it, shape

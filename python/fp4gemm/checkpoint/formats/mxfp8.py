@@ -1,0 +1,97 @@
+"""MXFP8 weights as miles writes them: e4m3 values with a power of two for 32 elements.
+
+Every weight of at least two dimensions whose k is a multiple of 32 is packed, unless its name has one of
+:data:`KEPT`. ``X.weight`` becomes e4m3 values of the same shape, and ``X.weight_scale_inv`` has the e8m0
+bytes, uint8 (..., k/32), in plain order; in spite of its name it multiplies.
+
+Source: radixark/miles (``tools/convert_hf_to_mxfp8.py``, ``miles/utils/mxfp8.py``), which quantizes by the
+MXFP8Quantizer of TransformerEngine, whose bits :func:`fp4gemm.quantize_mxfp8` has.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+
+from torch import Tensor
+
+from ..._formats import MXFP8 as OPERAND
+from ...containers.mxfp8 import quantize_mxfp8
+from .base import Json
+from .packed import FLOATS, PackedFormat, Stored
+from .sources import Described
+
+__all__ = ["KEPT", "MXFP8"]
+
+WEIGHT, SCALES = ".weight", ".weight_scale_inv"  # the ends of names
+BLOCK = OPERAND.block
+# A tensor whose name has one of these stays, as in miles.
+KEPT = (
+    *("layernorm", "embed", "router", "mlp.gate.", "norm", "lm_head", "eh_proj", "weights_proj", "head."),
+    *("wo_a", "ffn.gate.", "compressor."),
+)
+CONFIG = {
+    "activation_scheme": "dynamic",
+    "fmt": "e4m3",
+    "quant_method": "mxfp8",
+    "weight_block_size": [1, BLOCK],
+    "scale_fmt": "ue8m0",
+}
+
+
+def _why_kept(name: str, info: Described) -> str:
+    if not name.endswith(WEIGHT):
+        return f"its name does not end in {WEIGHT}"
+    part = next((part for part in KEPT if part in name), None)
+    if part is not None:
+        return f"its name has {part!r}"
+    if info.dtype not in FLOATS:
+        return f"its dtype is {info.dtype}, must be {', '.join(FLOATS)}"
+    if len(info.shape) < 2:
+        return "vector"
+    if info.shape[-1] % BLOCK:
+        return f"k is {info.shape[-1]}, must be a multiple of {BLOCK}"
+    return ""
+
+
+def _choose(config: Json, tensors: Mapping[str, Described]) -> set[str]:
+    found = {name for name, info in tensors.items() if not _why_kept(name, info)}
+    if not found:
+        raise ValueError(f"has no weight (n, k) with k a multiple of {BLOCK}, must have one to be mxfp8")
+    return found
+
+
+def _stored(name: str, shape: tuple[int, ...]) -> tuple[Stored, ...]:
+    scales = f"{name.removesuffix(WEIGHT)}{SCALES}"
+    return (name, "F8_E4M3", shape), (scales, "U8", (*shape[:-1], shape[-1] // BLOCK))
+
+
+def _pack(weight: Tensor, scale: str) -> tuple[Tensor, ...]:
+    made = quantize_mxfp8(weight.reshape(-1, weight.shape[-1]), swizzled=False)
+    scales = made.scales.view(*weight.shape[:-1], weight.shape[-1] // BLOCK)
+    return made.values.view(weight.shape), scales
+
+
+def _config(kept: Iterable[str]) -> Json:
+    """The config; experts that stay are not named, as in miles."""
+    modules = {
+        name.removesuffix(WEIGHT) for name in kept if name.endswith(WEIGHT) and ".experts." not in name
+    }
+    ordered = sorted(modules, key=_natural)
+    return {**CONFIG, **({"modules_to_not_convert": ordered} if ordered else {})}
+
+
+def _natural(name: str) -> list[tuple[bool, int, str]]:
+    """A key by which numbers in names are ordered as numbers."""
+    return [(not t.isdigit(), int(t) if t.isdigit() else 0, t) for t in re.findall(r"\d+|\D+", name)]
+
+
+MXFP8 = PackedFormat(
+    name="mxfp8",
+    scales_by=("ceil",),
+    choose=_choose,
+    why_kept=_why_kept,
+    stored=_stored,
+    pack=_pack,
+    config=_config,
+)
