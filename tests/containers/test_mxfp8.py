@@ -232,3 +232,13 @@ def test_pytree(t: MXFP8Tensor) -> None:
     ]
     assert pytree.treespec_loads(pytree.treespec_dumps(spec)) == spec
     assert repr(pytree.tree_map(lambda _: None, t)) == "MXFP8Tensor(...)"
+
+
+@pytest.mark.parametrize("ends", [[0], [0, 0]])
+def test_columns_of_groups_without_a_row(ends: list[int], device: torch.device) -> None:
+    offs = torch.tensor(ends, dtype=torch.int32, device=device)
+    t = fp4gemm.quantize_mxfp8(torch.ones(0, 96, device=device), axis=0, offs=offs)
+    assert (t.shape, t.scales.shape) == ((96, 0), (128, 0))
+    made = fp4gemm.wgrad(t, t)
+    assert made.shape == (len(ends), 96, 96)
+    assert not made.any()

@@ -15,7 +15,7 @@ def row_chunks(rows: int, width: int, step: int = 1) -> Iterator[tuple[int, int]
 
     Every chunk but the last has a multiple of ``step`` rows.
     """
-    run = max(1, CHUNK_ELEMS // width // step) * step
+    run = max(1, CHUNK_ELEMS // max(1, width) // step) * step
     for begin in range(0, rows, run):
         yield begin, min(begin + run, rows)
 
