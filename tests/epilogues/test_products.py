@@ -11,6 +11,9 @@ import torch
 from fp4gemm import epilogues as ep
 from fp4gemm import reference
 from fp4gemm.activations import ACTIVATIONS
+from fp4gemm.device.problems import problems
+from fp4gemm.ops import epilogue as epilogue_ops
+from fp4gemm.ops import gemm as gemm_ops
 from helpers import assert_bits
 from op_checks import BACKENDS, assert_fake_is_real, compiled, opcheck, ready
 from torch import Tensor
@@ -380,3 +383,20 @@ def test_requires_grad_is_refused(gen: torch.Generator) -> None:
     a, b = operands(gen)
     with pytest.raises(NotImplementedError, match="gate: requires grad"):
         fp4gemm.mm(a, b, epilogue=examples.row_gate(gate=torch.ones(M, requires_grad=True)))
+
+
+def test_pairs_of_ragged_k_are_refused_on_gpus(gen: torch.Generator) -> None:
+    """Before a kernel is compiled or looked for, and no other products."""
+    program, count = examples.gelu_and_mul.program, 0
+    for problem in problems():
+        call = problem.operands
+        call = epilogue_ops.EpilogueCall.of(call, examples.gelu_and_mul.text, [], [], [0] * len(program.aux))
+        is_ragged_k = gemm_ops.is_ragged_k(call.product())
+        assert bool(epilogue_ops.gpu_refusal(call)) == is_ragged_k
+        if is_ragged_k:
+            count += 1
+            with pytest.raises(NotImplementedError, match="epilogue: takes pairs of columns, must take"):
+                epilogue_ops.gemm_epilogue_cuda(*call)
+            single = call._replace(program=examples.soft_cap.text, scalars=[5.0], aux_dtypes=[])
+            assert epilogue_ops.gpu_refusal(single) == ""
+    assert count > 0

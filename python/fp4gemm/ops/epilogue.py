@@ -19,7 +19,7 @@ from . import gemm as gemm_ops
 from ._call import Operator, accepts, narrowed
 from .gemm import GemmCall
 
-__all__ = ["OPERATORS", "EpilogueCall", "check_inputs", "check_terms", "gemm_epilogue"]
+__all__ = ["OPERATORS", "EpilogueCall", "check_inputs", "check_terms", "gemm_epilogue", "gpu_refusal"]
 
 DTYPES = _checks.FLOAT_DTYPES  # by their numbers in aux_dtypes, those of fp4gemm_dtype_t
 
@@ -221,12 +221,28 @@ def gemm_epilogue_compiled(call: EpilogueCall) -> list[Tensor]:
 
 @accepts(EpilogueCall)
 def gemm_epilogue_cuda(call: EpilogueCall) -> list[Tensor]:
-    """:func:`gemm_epilogue` on a GPU, by a kernel that is compiled for the program."""
+    """:func:`gemm_epilogue` on a GPU, by a kernel that is compiled for the program.
+
+    Raises:
+        NotImplementedError: pairs of columns in groups that are ragged in k.
+    """
     _parsed(call)
+    if reason := gpu_refusal(call):
+        raise NotImplementedError(reason)
     header, form = _generated(call.program)
     return _jit.launch(
         header, list(form), call.inputs, call.scalars, call.aux_dtypes, call.a, call.b, *call[6:]
     )
+
+
+def gpu_refusal(call: EpilogueCall) -> str:
+    """Why no GPU computes a call that the CPU does; "" if there is no reason."""
+    if parse(call.program).pairs and gemm_ops.is_ragged_k(call.product()):
+        return (
+            "epilogue: takes pairs of columns, must take single columns on a GPU for groups (offs) that are "
+            "ragged in k"
+        )
+    return ""
 
 
 @functools.lru_cache(maxsize=1024)
