@@ -62,8 +62,10 @@ def test_bits_of_every_format(epilogue: ep.Epilogue) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("epilogue", [pair_to_one, pair_to_two], ids=lambda e: e.name)
-def test_bits_of_every_tile(epilogue: ep.Epilogue, gen: torch.Generator) -> None:
+def test_bits_of_every_tile(epilogue: ep.Epilogue, dtype: torch.dtype, gen: torch.Generator) -> None:
+    """With matrices of 16 bits, which the direct epilogue reads, and with others."""
     x, w = torch.randn(300, 320, generator=gen), torch.randn(400, 320, generator=gen)
     a, b = fp4gemm.quantize(x), fp4gemm.quantize(w)
     given = {
@@ -72,7 +74,7 @@ def test_bits_of_every_tile(epilogue: ep.Epilogue, gen: torch.Generator) -> None
     }
     inputs = {"g": (300,), "gamma": (200,), "mask": (300, 200), "cos": (300, 200), "sin": (300, 200)}
     tensors = {
-        name: torch.randn(inputs[name], generator=gen)
+        name: torch.randn(inputs[name], generator=gen).to(dtype)
         for kind in ("rows", "columns", "matrices")
         for name in epilogue.names(kind)
     }
@@ -89,7 +91,7 @@ def test_bits_of_every_tile(epilogue: ep.Epilogue, gen: torch.Generator) -> None
             or kernel.out_dtype != torch.bfloat16
         ):
             continue
-        if kernel.operand not in ("fp16", "prepacked") or (kernel.tile_m, kernel.tile_n) == (80, 192):
+        if kernel.operand not in ("fp16", "prepacked") or kernel.tile[:2] == (80, 192):
             continue
         right = packed if kernel.operand == "prepacked" else b.to("cuda")
         got, found = fp4gemm.mm(a.to("cuda"), right, epilogue=epilogue(**on), kernel=kernel.name, **terms)
@@ -113,6 +115,33 @@ def test_a_graph_is_replayed_with_other_inputs(gen: torch.Generator) -> None:
     gate.copy_(torch.randn(32, generator=gen))
     graph.replay()
     assert_bits(y.cpu(), fp4gemm.mm(a, b, epilogue=examples.row_gate(gate=gate.cpu())))
+
+
+def test_a_dense_and_a_grouped_product_share_a_kernel(hopper: Path, gen: torch.Generator) -> None:
+    """The kernel of the first product is that of the second one, by which it is launched."""
+    x, w = torch.randn(128, 256, generator=gen), torch.randn(2, 256, 256, generator=gen)
+    offs = torch.tensor([48, 128], dtype=torch.int32)
+    a, b = fp4gemm.quantize(x), fp4gemm.quantize(w)
+    groups = fp4gemm.quantize(x, offs=offs)
+    tile = "128x256x64_c2x1_rowcol_bf16"
+    cap = examples.soft_cap(cap=5.0)
+    got = fp4gemm.mm(a.to("cuda"), b[0].to("cuda"), epilogue=cap, kernel=f"sm90_dense_{tile}")
+    assert_bits(got.cpu(), fp4gemm.mm(a, b[0], epilogue=cap))
+    before = len(list(hopper.glob("*.cubin")))
+    name = f"sm90_grouped_{tile}"
+    got = fp4gemm.grouped_mm(groups.to("cuda"), b.to("cuda"), epilogue=cap, kernel=name)
+    assert len(list(hopper.glob("*.cubin"))) == before
+    assert_bits(got.cpu(), fp4gemm.grouped_mm(groups, b, epilogue=cap))
+
+
+def test_pairs_of_ragged_k_are_refused(gen: torch.Generator) -> None:
+    offs = torch.tensor([128, 256], dtype=torch.int32)
+    a, b = (
+        fp4gemm.quantize(torch.randn(256, 64, generator=gen).cuda(), axis=0, offs=offs.cuda())
+        for _ in range(2)
+    )
+    with pytest.raises(NotImplementedError, match="epilogue: takes pairs of columns"):
+        fp4gemm.wgrad(a, b, epilogue=examples.gelu_and_mul())
 
 
 def test_a_product_without_rows(gen: torch.Generator) -> None:

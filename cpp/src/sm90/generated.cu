@@ -10,11 +10,15 @@ namespace fp4gemm {
 namespace sm90 {
 namespace {
 
-/// A configuration, and what it has in common with the rows of the kernel table that it stands for.
+/// The rows of the kernel table that an entry stands for.
+enum class Mode { kDense, kGrouped, kBoth };
+
+/// A configuration, and what it has in common with the rows of the kernel table that it stands for. No two
+/// entries have the same source: a caller that has compiled a source has the kernel of one entry.
 struct Entry {
   Operands operands;
-  bool is_grouped;          // of fp16 operands; on prepacked weights one kernel serves both
-  fp4gemm_ragged_t ragged;  // likewise
+  Mode mode;
+  fp4gemm_ragged_t ragged;  // of groups of fp16 operands
   int tile_m, tile_n, tile_k;
   bool fast_accum;
   int shared_bytes;
@@ -23,11 +27,11 @@ struct Entry {
 };
 
 template <class Tile, template <class> class Schedule>
-constexpr Entry of_fp16(bool is_grouped) {
+constexpr Entry of_fp16(Mode mode) {
   using Launch = GemmLaunch<Tile, Schedule>;
   using Config = typename Launch::Config;
   return {Operands::kFp16,
-          is_grouped,
+          mode,
           Launch::kRaggedK ? FP4GEMM_RAGGED_K : FP4GEMM_RAGGED_M,
           Config::kRows,
           Config::kColumns,
@@ -68,7 +72,7 @@ constexpr Entry of_prepacked() {
   using Config = ConfigOf<Tile>;
   using Launch = PrepackedLaunch<PrepackedFamily, Config>;
   return {Launch::kOperands,
-          false,
+          Mode::kBoth,
           FP4GEMM_RAGGED_M,
           Tile::kTokens,
           Tile::kRows,
@@ -105,15 +109,25 @@ constexpr auto concatenated(std::array<Entry, Counts> const&... lists) {
 using cutlass_evt::Sm90RaggedKSchedule;
 using cutlass_evt::Sm90RaggedMSchedule;
 
-constexpr auto kEntries = concatenated(
-    std::array<Entry, 7>{
-        of_fp16<Tile128x256, Sm90RaggedMSchedule>(false), of_fp16<Tile64x128, Sm90RaggedMSchedule>(false),
-        of_fp16<Tile128x128, Sm90RaggedMSchedule>(false), of_fp16<Tile128x256, Sm90RaggedMSchedule>(true),
-        of_fp16<Tile64x128Twice, Sm90RaggedMSchedule>(true),
-        of_fp16<StoringTile128x256, Sm90RaggedKSchedule>(true),
-        of_fp16<StoringTile64x128, Sm90RaggedKSchedule>(true)},
-    of_list(NarrowTiles{}), of_list(GeneratedWideTiles{}), of_list(Bf16Tiles{}), of_list(Fp8Tiles{}),
-    of_list(Fp8FastTiles{}));
+constexpr auto kEntries =
+    concatenated(std::array<Entry, 6>{of_fp16<Tile128x256, Sm90RaggedMSchedule>(Mode::kBoth),
+                                      of_fp16<Tile64x128, Sm90RaggedMSchedule>(Mode::kDense),
+                                      of_fp16<Tile128x128, Sm90RaggedMSchedule>(Mode::kDense),
+                                      of_fp16<Tile64x128Twice, Sm90RaggedMSchedule>(Mode::kGrouped),
+                                      of_fp16<StoringTile128x256, Sm90RaggedKSchedule>(Mode::kGrouped),
+                                      of_fp16<StoringTile64x128, Sm90RaggedKSchedule>(Mode::kGrouped)},
+                 of_list(NarrowTiles{}), of_list(GeneratedWideTiles{}), of_list(Bf16Tiles{}),
+                 of_list(Fp8Tiles{}), of_list(Fp8FastTiles{}));
+
+bool serves(Entry const& entry, bool is_grouped, fp4gemm_ragged_t ragged) {
+  if (entry.operands != Operands::kFp16) {
+    return true;
+  }
+  if (is_grouped) {
+    return entry.mode != Mode::kDense && entry.ragged == ragged;
+  }
+  return entry.mode != Mode::kGrouped;
+}
 
 int tile_of(Kernel const& kernel, fp4gemm_ragged_t ragged) {
   for (size_t i = 0; i < kEntries.size(); ++i) {
@@ -121,7 +135,7 @@ int tile_of(Kernel const& kernel, fp4gemm_ragged_t ragged) {
     fp4gemm_kernel_info_t const& info = kernel.info;
     if (entry.operands == kernel.operands && entry.tile_m == info.tile_m && entry.tile_n == info.tile_n &&
         entry.tile_k == info.tile_k && entry.fast_accum == (info.fast_accum != 0) &&
-        (is_prepacked(entry.operands) || (entry.is_grouped == kernel.is_grouped && entry.ragged == ragged))) {
+        serves(entry, kernel.is_grouped, ragged)) {
       return static_cast<int>(i);
     }
   }
