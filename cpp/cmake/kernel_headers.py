@@ -19,6 +19,7 @@ from pathlib import Path
 ROOTS = (  # and the files of the first folder
     "cutlass_evt/epilogue/generated.hpp",
     "cutlass_evt/epilogue/operations.hpp",
+    "cutlass_evt/kernel/mixed_input_generated.hpp",
     "cutlass_evt/kernel/sm90_nvfp4.hpp",
     "cutlass_evt/kernel/sm90_gemm.hpp",
     "cutlass_evt/kernel/sm90_gemm_generated.hpp",

@@ -151,7 +151,8 @@ struct PrepackedLaunch {
     return FP4GEMM_SUCCESS;
   }
 
-  /// The same for a kernel with a formula that was compiled at run time.
+  /// The same for a kernel with a formula that was compiled at run time. It has all the shared memory that a
+  /// CTA may have: behind Config::kSharedBytes lie inputs of the formula.
   static fp4gemm_status_t launch_generated(GeneratedKernel const& kernel, char const* name,
                                            GeneratedProblem const& problem, void* workspace,
                                            fp4gemm_stream_t stream) {
@@ -160,7 +161,7 @@ struct PrepackedLaunch {
     params.epilogue.inputs = problem.inputs;
     return fp4gemm::launch_generated(
         kernel,
-        {num_ctas(problem.problem), Config::kThreads, Config::kSharedBytes, Config::kCluster, &params},
+        {num_ctas(problem.problem), Config::kThreads, Config::kSharedLimit, Config::kCluster, &params},
         stream);
   }
 };

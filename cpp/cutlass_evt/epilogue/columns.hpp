@@ -10,8 +10,7 @@ namespace cutlass_evt::epilogue {
 /// The epilogue's device functions, for dense products and groups that are ragged in m.
 struct ColumnsEpilogue {
   using Arguments = EpilogueArguments;
-  static constexpr bool kHasDirect = true;  // is_direct() may be true
-  static constexpr int kColumns = 8;        // that a thread finishes at a time
+  static constexpr int kColumns = 8;  // that a thread finishes at a time
 
   /// True if D is bf16 and there is neither an activation nor C.
   CUTLASS_HOST_DEVICE static bool is_plain(Arguments const& args) {
@@ -106,9 +105,6 @@ struct ColumnsEpilogue {
       }
       alpha_ = alpha(args, group);
     }
-
-    /// Called before the second form of load: what an epilogue has beside these vectors. Nothing here.
-    CUTLASS_DEVICE void begin(Arguments const&, int, int, int) {}
 
     /// The same from copies of the vectors, which are `stride` elements apart: per_column points at the
     /// element of `column` of the first and is 16-byte aligned. Elements beyond column n - 1 may hold

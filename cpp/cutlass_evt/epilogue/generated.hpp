@@ -88,18 +88,17 @@ template <class Types>
 struct GeneratedColumnsEpilogue {
   using Arguments = GeneratedArguments;
   static constexpr GeneratedTypes kTypes = Types::kTypes;
-  static constexpr bool kHasDirect = false;
   static constexpr int kColumns = 8;
   static constexpr int kColumnsOfD = generated_columns(kColumns);
   static constexpr int kInputColumns = generated_input_columns(kColumns);
-  struct TwoColumns;  // of the direct epilogue
+  static constexpr int kRowElements = generated::kRowInputs > 0 ? generated::kRowInputs : 1;
 
-  CUTLASS_HOST_DEVICE static constexpr bool is_direct(Arguments const&, bool) { return false; }
   CUTLASS_DEVICE static float alpha(Arguments const& args, int group) { return alpha_of(args, group); }
 
   /// The elements of all vectors along the rows that belong to one row.
   struct RowElements {
     float of[kNumRowVectors];
+    float inputs[kRowElements];
   };
   CUTLASS_DEVICE static RowElements row_elements(Arguments const& args, int64_t row) {
     RowElements elements;
@@ -107,28 +106,44 @@ struct GeneratedColumnsEpilogue {
     for (int v = 0; v < kNumRowVectors; ++v) {
       elements.of[v] = element(args, RowVector(v), 0, row);
     }
+    generated_for<generated::kRowInputs>(
+        [&](auto v) { elements.inputs[v] = load_after_wait(args.inputs.rows[v].at(0, row)); });
     return elements;
   }
 
   /// The vectors of kColumns neighbouring columns, in registers.
   class Columns {
    public:
-    /// As those of ColumnsEpilogue::Columns.
+    /// What a thread has beside the vectors that ColumnsEpilogue::Columns loads: with loads_inputs the inputs
+    /// by column, which load_inputs reads from shared memory otherwise.
+    template <bool loads_inputs>
     CUTLASS_DEVICE void begin(Arguments const& args, int group, int column, int n) {
       column_ = column;
       any_ = column < n;
       common_ = generated_terms(args.inputs, 1.0f, group);
+      if constexpr (loads_inputs) {
+        generated_for<generated::kColumnInputs>([&](auto v) {
+          EpilogueVector const& vector = args.inputs.columns[v];
+          CUTLASS_PRAGMA_UNROLL
+          for (int i = 0; i < kInputColumns; ++i) {
+            int const from = generated_input_columns(column) + i;
+            of_columns_[v][i] = any_ ? load_after_wait(vector.at(group, from)) : 0.0f;
+          }
+        });
+      }
+    }
+    CUTLASS_DEVICE void load_inputs(float const* from, int stride) {
       generated_for<generated::kColumnInputs>([&](auto v) {
-        EpilogueVector const& vector = args.inputs.columns[v];
         CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < kInputColumns; ++i) {
-          int const from = generated_input_columns(column) + i;
-          of_columns_[v][i] = any_ ? load_after_wait(vector.at(group, from)) : 0.0f;
+        for (int i = 0; i < kInputColumns; i += 4) {
+          *reinterpret_cast<float4*>(of_columns_[v] + i) =
+              *reinterpret_cast<float4 const*>(from + v * stride + i);
         }
       });
     }
+    /// As those of ColumnsEpilogue::Columns.
     CUTLASS_DEVICE void load(Arguments const& args, int group, int column, int n) {
-      begin(args, group, column, n);
+      begin<true>(args, group, column, n);
       common_.alpha = alpha(args, group);
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kColumns; ++i) {
@@ -160,14 +175,11 @@ struct GeneratedColumnsEpilogue {
       GeneratedInputs const& inputs = args.inputs;
       int const column_of_d = generated_columns(column_);
       // All loads come before the first use of one, so that their latencies overlap.
-      float of_row[Rows][kAtLeast1(generated::kRowInputs)];
       Words<kColumnsOfD> c[Rows];
       Words<kInputColumns> matrices[Rows][kAtLeast1(generated::kMatrixInputs)];
       CUTLASS_PRAGMA_UNROLL
       for (int r = 0; r < Rows; ++r) {
         if (present[r]) {
-          generated_for<generated::kRowInputs>(
-              [&](auto i) { of_row[r][i] = load_after_wait(inputs.rows[i].at(0, rows[r])); });
           if constexpr (generated::kTakesC) {
             read<kTypes.output>(c[r], args.c, rows[r] * args.c_row_stride + column_of_d);
           }
@@ -193,7 +205,7 @@ struct GeneratedColumnsEpilogue {
           if constexpr (generated::kTakesC) {
             terms.c = get<kTypes.output>(c[r], of_d);
           }
-          generated_for<generated::kRowInputs>([&](auto v) { terms.rows[v] = of_row[r][v]; });
+          generated_for<generated::kRowInputs>([&](auto v) { terms.rows[v] = per_row[r].inputs[v]; });
           generated_for<generated::kColumnInputs>([&](auto v) { terms.columns[v] = of_columns_[v][input]; });
           generated_for<generated::kMatrixInputs>(
               [&](auto v) { terms.matrices[v] = get<kTypes.matrices[v]>(matrices[r][v], input); });
@@ -278,7 +290,7 @@ struct GeneratedColumnsEpilogue {
     }
 
     alignas(16) float per_column_[kNumColumnVectors][kColumns];
-    float of_columns_[kAtLeast1(generated::kColumnInputs)][kInputColumns];
+    alignas(16) float of_columns_[kAtLeast1(generated::kColumnInputs)][kInputColumns];
     Terms common_;
     int column_;
     bool any_;

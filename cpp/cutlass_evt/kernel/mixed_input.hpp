@@ -44,6 +44,7 @@ struct MixedInputKernel {
   using Staged = MixedInputStagedEpilogue<Config, Accumulators>;
   using Direct = MixedInputDirectEpilogue<Config, Epilogue>;
   using Vectors = MixedInputEpilogueVectors<Config>;
+  using Inputs = MixedInputEpilogueInputs<Config, Epilogue>;
   using Partials = MixedInputPartials<Config, Accumulators>;
   static constexpr int kColumns = Staged::kColumns;
   static constexpr int kRounds = Staged::kRounds;
@@ -190,10 +191,11 @@ struct MixedInputKernel {
     TileCoord const& coord = item.coord;
     TileWork const work = tile_work(p, item, rank);
     float const alpha = Epilogue::alpha(p.epilogue, coord.group);
-    bool const is_direct = Epilogue::is_direct(p.epilogue, Direct::kTakesCAndGated);
+    bool const is_direct = Direct::serves(p.epilogue);
     bool const uses_vectors = Config::kSharesRows || is_direct;
     if (uses_vectors && item.begin == 0) {
       Vectors::fetch(p.epilogue, shared, coord, work.first_chunk, p.n);
+      Inputs::fetch(p.epilogue, shared, coord, work.first_chunk, p.n);
     }
     Accumulators accumulators;
     Multiply::multiply(p.operands, shared, at, work, accumulators);
@@ -208,26 +210,9 @@ struct MixedInputKernel {
     for (int other = 1; other <= item.num_other_parts; ++other) {
       partials(p).add((item.worker + other) * Config::kCluster + rank, accumulators);
     }
-    if constexpr (!Config::kSharesRows && Epilogue::kHasDirect) {
+    if constexpr (!Config::kSharesRows) {
       if (is_direct) {
-        int const first = first_chunk(coord, rank);
-        if constexpr (Direct::kTakesCAndGated) {
-          if (p.epilogue.activation != Activation::kNone) {
-            // The formula is chosen once for a tile: a choice for each pair would cost as much as the pair.
-            nodes::visit_formula(p.epilogue.activation, [&](auto formula) {
-              using Formula = decltype(formula);
-              if constexpr (Formula::kIsGated) {
-                Direct::template store_pairs<Formula>(p.epilogue, shared, coord, first, p.n, accumulators);
-              }
-            });
-            return;
-          }
-          if (p.epilogue.c != nullptr) {
-            Direct::template store<true>(p.epilogue, shared, coord, first, p.n, accumulators);
-            return;
-          }
-        }
-        Direct::template store<false>(p.epilogue, shared, coord, first, p.n, accumulators);
+        Direct::store_tile(p.epilogue, shared, coord, first_chunk(coord, rank), p.n, accumulators);
         return;
       }
     }
@@ -238,7 +223,7 @@ struct MixedInputKernel {
     if constexpr (Config::kSharesRows) {
       // This thread's copies have arrived; the barrier in for_each_slot makes those of the others visible.
       Vectors::wait();
-      columns.begin(p.epilogue, coord.group, first_column, p.n);
+      Inputs::begin(p.epilogue, coord.group, first_column, p.n, columns);
     } else {
       columns.load(p.epilogue, coord.group, first_column, p.n);
     }
@@ -250,6 +235,7 @@ struct MixedInputKernel {
         for (int v = 0; v < kNumRowVectors; ++v) {
           elements.of[v] = vectors[v * Config::kTokens + token];
         }
+        Inputs::of_row(p.epilogue, shared, coord, token, elements);
       } else {
         int const row = coord.token + token;
         if (row < coord.rows.size) {
@@ -263,6 +249,7 @@ struct MixedInputKernel {
       if constexpr (Config::kSharesRows) {
         columns.load(vectors + Vectors::kColumnsAt + s.column, Config::kVectorColumns, alpha, first_column,
                      p.n);
+        Inputs::of_columns(shared, s.column, columns);
       }
       int64_t rows[kRounds];
       bool present[kRounds];

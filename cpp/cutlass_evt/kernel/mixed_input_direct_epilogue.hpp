@@ -6,6 +6,113 @@
 
 namespace cutlass_evt {
 
+/// The way of 16-bit elements between the registers of a warpgroup and the rows of a matrix, through shared
+/// memory: of its 64 columns, or with kOfPairs of the 32 columns of a matrix that has one for two columns of
+/// the product. The pieces of 16 bytes of a row are permuted by the row's number to avoid bank conflicts.
+///
+/// The matrix instructions move 8 x 8 elements; each lane gives the address of one piece of one row.
+template <class Config, bool kOfPairs>
+struct MixedInputDirectRows {
+  static constexpr int kRowBytes = kOfPairs ? 64 : 128;
+  static constexpr int kRowsAtATime = 128 * 16 / kRowBytes;  // each thread has a piece
+
+  uint32_t put_at;  // this lane's for the matrix instructions
+  uint32_t get_at;  // this thread's piece
+  int row;          // of the piece
+  int column;       // of the matrix: the piece's first
+
+  /// `thread` is the thread's number in its warpgroup.
+  CUTLASS_DEVICE MixedInputDirectRows(MixedInputShared<Config> const& shared, int thread, int first_chunk) {
+    int const lane = thread % 32;
+    uint32_t const staged = shared.staged_at(static_cast<int>(threadIdx.x / 128));
+    if constexpr (kOfPairs) {
+      put_at = staged + static_cast<uint32_t>(lane % 16 * 64 + ((thread / 32) ^ (lane % 16 / 2 % 4)) * 16);
+      row = thread / 4;
+      int const piece = thread % 4;
+      get_at = staged + static_cast<uint32_t>(row * 64 + (piece ^ (row / 2 % 4)) * 16);
+      column = (first_chunk + static_cast<int>(threadIdx.x / 128)) * 32 + piece * 8;
+    } else {
+      // Four 8 x 8 matrices, two along the tokens by two along the columns.
+      put_at = staged + static_cast<uint32_t>((lane / 16 * 8 + lane % 8) * 128 +
+                                              ((thread / 32 * 2 + lane / 8 % 2) ^ lane % 8) * 16);
+      row = thread / 8;
+      int const piece = thread % 8;
+      get_at = staged + static_cast<uint32_t>(row * 128 + (piece ^ row % 8) * 16);
+      column = (first_chunk + static_cast<int>(threadIdx.x / 128)) * 64 + piece * 8;
+    }
+  }
+
+  /// Rows of the tile from that of the piece on; none if its columns do not exist.
+  CUTLASS_DEVICE int present(int n, int tokens) const {
+    return (kOfPairs ? 2 * column : column) < n ? tokens - row : 0;
+  }
+
+  /// Two blocks of 8 rows from registers to shared memory: of pairs one register of each block, otherwise
+  /// two. `to` is put_at plus the offset of the blocks.
+  CUTLASS_DEVICE static void put(uint32_t to, uint32_t const (&first)[2], uint32_t const (&second)[2]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to),
+                 "r"(first[0]), "r"(first[1]), "r"(second[0]), "r"(second[1])
+                 : "memory");
+  }
+  CUTLASS_DEVICE static void put(uint32_t to, uint32_t const (&first)[1], uint32_t const (&second)[1]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(to), "r"(first[0]),
+                 "r"(second[0])
+                 : "memory");
+  }
+  /// The way back.
+  CUTLASS_DEVICE static void get(uint32_t from, uint32_t (&first)[2], uint32_t (&second)[2]) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(first[0]), "=r"(first[1]), "=r"(second[0]), "=r"(second[1])
+                 : "r"(from)
+                 : "memory");
+  }
+  CUTLASS_DEVICE static void get(uint32_t from, uint32_t (&first)[1], uint32_t (&second)[1]) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
+                 : "=r"(first[0]), "=r"(second[0])
+                 : "r"(from)
+                 : "memory");
+  }
+
+  /// A piece of 16 bytes to and from shared memory.
+  CUTLASS_DEVICE static void put_piece(uint32_t to, uint4 const& bits) {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(bits.x), "r"(bits.y), "r"(bits.z),
+                 "r"(bits.w)
+                 : "memory");
+  }
+  CUTLASS_DEVICE static uint4 get_piece(uint32_t from) {
+    uint4 bits;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(bits.x), "=r"(bits.y), "=r"(bits.z), "=r"(bits.w)
+                 : "r"(from)
+                 : "memory");
+    return bits;
+  }
+  CUTLASS_DEVICE static void store_if(bool present, void* to, uint4 const& bits) {
+    asm volatile(
+        "{\n"
+        ".reg .pred present;\n"
+        "setp.ne.s32 present, %0, 0;\n"
+        "@present st.global.v4.u32 [%1], {%2, %3, %4, %5};\n"
+        "}" ::"r"(static_cast<int>(present)),
+        "l"(to), "r"(bits.x), "r"(bits.y), "r"(bits.z), "r"(bits.w)
+        : "memory");
+  }
+
+  /// Of pairs, lanes r / 4 = 0, 1, .. have the columns 0, 4, 1, 5, 2, 6, 3, 7 of a piece. These are its
+  /// elements in the order of memory, and back.
+  CUTLASS_DEVICE static uint4 in_order(uint4 const& bits) {
+    return {__byte_perm(bits.x, bits.y, 0x5410), __byte_perm(bits.z, bits.w, 0x5410),
+            __byte_perm(bits.x, bits.y, 0x7632), __byte_perm(bits.z, bits.w, 0x7632)};
+  }
+  CUTLASS_DEVICE static uint4 by_lane(uint4 const& bits) {
+    return {__byte_perm(bits.x, bits.z, 0x5410), __byte_perm(bits.x, bits.z, 0x7632),
+            __byte_perm(bits.y, bits.w, 0x5410), __byte_perm(bits.y, bits.w, 0x7632)};
+  }
+
+  /// A barrier among the 128 threads of the warpgroup: named barriers 2 and up, one for each.
+  CUTLASS_DEVICE static void sync() { cutlass::arch::NamedBarrier::sync(128u, 2u + threadIdx.x / 128); }
+};
+
 /// The epilogue of one tile where Epilogue's is_direct holds: 16-bit D without C and activation or, for tiles
 /// with kTakesCAndGated, with C or a gated activation. A warpgroup has 64 columns of D and synchronises with
 /// no other: one may be in the mainloop of the next tile while another stores.
@@ -21,6 +128,8 @@ struct MixedInputDirectEpilogue {
   using Shared = MixedInputShared<Config>;
   using TileCoord = typename MixedInputGroups<Config>::TileCoord;
   using Vectors = MixedInputEpilogueVectors<Config>;
+  using Rows = MixedInputDirectRows<Config, false>;
+  using PairRows = MixedInputDirectRows<Config, true>;
   static constexpr int kSliceTokens = Config::kDirectTokens;
   static constexpr int kSlices = Config::kTokens / kSliceTokens;
   static constexpr int kPieces = kSliceTokens / 16;  // stores of 16 bytes by a thread for each slice
@@ -28,7 +137,36 @@ struct MixedInputDirectEpilogue {
   // have too few registers for either.
   static constexpr bool kTakesCAndGated = kSliceTokens >= 32 && Config::kConsumerGroups <= 2;
 
-  /// Writes the tile to D, with or without C; the accumulators are used up.
+  /// Whether this epilogue serves a call.
+  CUTLASS_DEVICE static bool serves(EpilogueArguments const& args) {
+    return Epilogue::is_direct(args, kTakesCAndGated);
+  }
+
+  /// Writes the tile to D; the accumulators are used up.
+  template <class Accumulators>
+  CUTLASS_DEVICE static void store_tile(EpilogueArguments const& args, Shared const& shared,
+                                        TileCoord const& coord, int first, int n,
+                                        Accumulators& accumulators) {
+    if constexpr (kTakesCAndGated) {
+      if (args.activation != Activation::kNone) {
+        // The formula is chosen once for a tile: a choice for each pair would cost as much as the pair.
+        nodes::visit_formula(args.activation, [&](auto formula) {
+          using Formula = decltype(formula);
+          if constexpr (Formula::kIsGated) {
+            store_pairs<Formula>(args, shared, coord, first, n, accumulators);
+          }
+        });
+        return;
+      }
+      if (args.c != nullptr) {
+        store<true>(args, shared, coord, first, n, accumulators);
+        return;
+      }
+    }
+    store<false>(args, shared, coord, first, n, accumulators);
+  }
+
+  /// As store_tile without an activation, with or without C.
   template <bool kHasC, class Accumulators>
   CUTLASS_DEVICE static void store(EpilogueArguments const& args, Shared const& shared,
                                    TileCoord const& coord, int first_chunk, int n,
@@ -38,25 +176,16 @@ struct MixedInputDirectEpilogue {
     int const thread = static_cast<int>(threadIdx.x % 128);
     int const lane = thread % 32;
     float const* const vectors = shared.vectors(static_cast<int>(threadIdx.x / 128));
-    // The 128 bytes of a token are eight pieces of 16 bytes, permuted by the token's number to avoid bank
-    // conflicts. stmatrix stores four 8 x 8 matrices, two along the tokens by two along the columns; each
-    // lane gives the address of one piece of one token.
-    uint32_t const staged = shared.staged_at(static_cast<int>(threadIdx.x / 128));
-    uint32_t const put_at =
-        staged + static_cast<uint32_t>((lane / 16 * 8 + lane % 8) * 128 +
-                                       ((thread / 32 * 2 + lane / 8 % 2) ^ lane % 8) * 16);
-    int const token = thread / 8;
-    int const piece = thread % 8;
-    uint32_t const get_at = staged + static_cast<uint32_t>(token * 128 + (piece ^ token % 8) * 16);
-    int const column = (first_chunk + static_cast<int>(threadIdx.x / 128)) * 64 + piece * 8;
-    int const present = column < n ? tokens - token : 0;
-    char* d = static_cast<char*>(args.d) + ((int64_t{row} + token) * args.d_row_stride + column) * 2;
+    Rows const rows_of_d(shared, thread, first_chunk);
+    int const present = rows_of_d.present(n, tokens);
+    char* d = static_cast<char*>(args.d) +
+              ((int64_t{row} + rows_of_d.row) * args.d_row_stride + rows_of_d.column) * 2;
     int64_t const step = args.d_row_stride * (16 * 2);
     float const alpha = Epilogue::alpha(args, coord.group);
     uint4 pieces[kPieces];
     auto const get_c = [&](int slice) {
-      int64_t const first = int64_t{row} + token + slice * kSliceTokens;
-      auto const* c = static_cast<char const*>(args.c) + (first * args.c_row_stride + column) * 2;
+      int64_t const first = int64_t{row} + rows_of_d.row + slice * kSliceTokens;
+      auto const* c = static_cast<char const*>(args.c) + (first * args.c_row_stride + rows_of_d.column) * 2;
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kPieces; ++i) {
         // A plain load: C may be D, which the read-only path must not see. Zeros where D has no row.
@@ -89,16 +218,13 @@ struct MixedInputDirectEpilogue {
         // that hold the same elements of D. A warp then writes D where it has read C.
         CUTLASS_PRAGMA_UNROLL
         for (int i = 0; i < kPieces; ++i) {
-          put(get_at + buffer + static_cast<uint32_t>(i * 16 * 128), pieces[i]);
+          Rows::put_piece(rows_of_d.get_at + buffer + static_cast<uint32_t>(i * 16 * 128), pieces[i]);
         }
         sync();
         CUTLASS_PRAGMA_UNROLL
         for (int block = 0; block < kSliceTokens / 8; block += 2) {
-          asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                       : "=r"(packed[block][0]), "=r"(packed[block][1]), "=r"(packed[block + 1][0]),
-                         "=r"(packed[block + 1][1])
-                       : "r"(put_at + buffer + static_cast<uint32_t>(block * 8 * 128))
-                       : "memory");
+          Rows::get(rows_of_d.put_at + buffer + static_cast<uint32_t>(block * 8 * 128), packed[block],
+                    packed[block + 1]);
         }
       }
       Sums<Accumulators> z{accumulators, slice * (kSliceTokens / 2)};
@@ -113,11 +239,8 @@ struct MixedInputDirectEpilogue {
           [&](int i) -> uint32_t& { return packed[i / 2][i % 2]; });
       CUTLASS_PRAGMA_UNROLL
       for (int block = 0; block < kSliceTokens / 8; block += 2) {
-        asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
-                         put_at + buffer + static_cast<uint32_t>(block * 8 * 128)),
-                     "r"(packed[block][0]), "r"(packed[block][1]), "r"(packed[block + 1][0]),
-                     "r"(packed[block + 1][1])
-                     : "memory");
+        Rows::put(rows_of_d.put_at + buffer + static_cast<uint32_t>(block * 8 * 128), packed[block],
+                  packed[block + 1]);
       }
       if constexpr (kHasC) {
         if (slice + 1 < kSlices) {
@@ -129,11 +252,11 @@ struct MixedInputDirectEpilogue {
       uint4 results[kPieces];
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kPieces; ++i) {
-        results[i] = get(get_at + buffer + static_cast<uint32_t>(i * 16 * 128));
+        results[i] = Rows::get_piece(rows_of_d.get_at + buffer + static_cast<uint32_t>(i * 16 * 128));
       }
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kPieces; ++i) {
-        store_if(slice * kSliceTokens + i * 16 < present, d, results[i]);
+        Rows::store_if(slice * kSliceTokens + i * 16 < present, d, results[i]);
         d += step;
       }
     }
@@ -160,16 +283,10 @@ struct MixedInputDirectEpilogue {
     int const lane = thread % 32;
     bool const has_up = lane / 4 % 2 != 0;
     float const* const vectors = shared.vectors(static_cast<int>(threadIdx.x / 128));
-    // The 64 bytes of a token are four pieces of 16 bytes, one of each warp, permuted by the token's number.
-    uint32_t const staged = shared.staged_at(static_cast<int>(threadIdx.x / 128));
-    uint32_t const put_at =
-        staged + static_cast<uint32_t>(lane % 16 * 64 + ((thread / 32) ^ (lane % 16 / 2 % 4)) * 16);
-    int const token = thread / 4;
-    int const piece = thread % 4;
-    uint32_t const get_at = staged + static_cast<uint32_t>(token * 64 + (piece ^ (token / 2 % 4)) * 16);
-    int const column = (first_chunk + static_cast<int>(threadIdx.x / 128)) * 32 + piece * 8;
-    int const present = 2 * column < n ? tokens - token : 0;
-    char* d = static_cast<char*>(args.d) + ((int64_t{row} + token) * args.d_row_stride + column) * 2;
+    PairRows const rows_of_d(shared, thread, first_chunk);
+    int const present = rows_of_d.present(n, tokens);
+    char* d = static_cast<char*>(args.d) +
+              ((int64_t{row} + rows_of_d.row) * args.d_row_stride + rows_of_d.column) * 2;
     int64_t const step = args.d_row_stride * (32 * 2);
     Vectors::wait();
     sync();
@@ -214,19 +331,15 @@ struct MixedInputDirectEpilogue {
         }
         uint32_t packed[2];
         columns.template activate_and_cast<Formula>(args, pairs, packed);
-        asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(
-                         put_at + buffer + static_cast<uint32_t>(block * 8 * 64)),
-                     "r"(packed[0]), "r"(packed[1])
-                     : "memory");
+        PairRows::put(rows_of_d.put_at + buffer + static_cast<uint32_t>(block * 8 * 64), {packed[0]},
+                      {packed[1]});
       }
       sync();  // the slice is complete in shared memory; the buffers alternate as in store
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kPasses; ++i) {
-        // Lanes r / 4 = 0, 1, .. stored the columns 0, 4, 1, 5, 2, 6, 3, 7.
-        uint4 const bits = get(get_at + buffer + static_cast<uint32_t>(i * 32 * 64));
-        uint4 const in_order{__byte_perm(bits.x, bits.y, 0x5410), __byte_perm(bits.z, bits.w, 0x5410),
-                             __byte_perm(bits.x, bits.y, 0x7632), __byte_perm(bits.z, bits.w, 0x7632)};
-        store_if(slice * kSliceTokens + i * 32 < present, d + i * step, in_order);
+        uint4 const bits =
+            PairRows::get_piece(rows_of_d.get_at + buffer + static_cast<uint32_t>(i * 32 * 64));
+        PairRows::store_if(slice * kSliceTokens + i * 32 < present, d + i * step, PairRows::in_order(bits));
       }
       d += args.d_row_stride * (kSliceTokens * 2);
     }
@@ -286,34 +399,7 @@ struct MixedInputDirectEpilogue {
     }
   }
 
-  /// A barrier among the 128 threads of the warpgroup: named barriers 2 and up, one for each.
-  CUTLASS_DEVICE static void sync() { cutlass::arch::NamedBarrier::sync(128u, 2u + threadIdx.x / 128); }
-
-  CUTLASS_DEVICE static void put(uint32_t to, uint4 const& bits) {
-    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(bits.x), "r"(bits.y), "r"(bits.z),
-                 "r"(bits.w)
-                 : "memory");
-  }
-
-  CUTLASS_DEVICE static uint4 get(uint32_t from) {
-    uint4 bits;
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(bits.x), "=r"(bits.y), "=r"(bits.z), "=r"(bits.w)
-                 : "r"(from)
-                 : "memory");
-    return bits;
-  }
-
-  CUTLASS_DEVICE static void store_if(bool present, void* to, uint4 const& bits) {
-    asm volatile(
-        "{\n"
-        ".reg .pred present;\n"
-        "setp.ne.s32 present, %0, 0;\n"
-        "@present st.global.v4.u32 [%1], {%2, %3, %4, %5};\n"
-        "}" ::"r"(static_cast<int>(present)),
-        "l"(to), "r"(bits.x), "r"(bits.y), "r"(bits.z), "r"(bits.w)
-        : "memory");
-  }
+  CUTLASS_DEVICE static void sync() { Rows::sync(); }
 };
 
 }  // namespace cutlass_evt

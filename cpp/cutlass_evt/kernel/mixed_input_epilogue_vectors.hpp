@@ -64,7 +64,6 @@ struct MixedInputEpilogueVectors {
   /// Waits for this thread's copies. A barrier must follow before a thread reads what others copied.
   CUTLASS_DEVICE static void wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
- private:
   /// *to = *from, asynchronously; `absent`, at once, where from is null.
   CUTLASS_DEVICE static void copy(float* to, float const* from, float absent) {
     if (from == nullptr) {
@@ -75,6 +74,22 @@ struct MixedInputEpilogueVectors {
                    : "memory");
     }
   }
+};
+
+/// What the epilogue reads by row and by column beside these vectors: nothing, unless this is specialized for
+/// the Epilogue.
+template <class Config, class Epilogue>
+struct MixedInputEpilogueInputs {
+  /// As MixedInputEpilogueVectors::fetch.
+  template <class... Arguments>
+  CUTLASS_DEVICE static void fetch(Arguments const&...) {}
+  /// Of the staged epilogue: the inputs of the columns that a thread finishes, in two steps, and of a row.
+  template <class... Arguments>
+  CUTLASS_DEVICE static void begin(Arguments const&...) {}
+  template <class... Arguments>
+  CUTLASS_DEVICE static void of_columns(Arguments const&...) {}
+  template <class... Arguments>
+  CUTLASS_DEVICE static void of_row(Arguments const&...) {}
 };
 
 }  // namespace cutlass_evt

@@ -56,6 +56,7 @@ void write_prepacked_source(SourceText& to) {
       cutlass_evt::MixedInputParams<typename Launch::GeneratedEpilogue, cutlass_evt::MixedInputNoQuantizer>;
   to.append(
       "#include \"cutlass_evt/kernel/sm90_nvfp4.hpp\"\n"
+      "#include \"cutlass_evt/kernel/mixed_input_generated.hpp\"\n"
       "namespace {\n"
       "using Config = cutlass_evt::Sm90Nvfp4Config<%s, %d, %d, %d, %d, %d, %d, %d>;\n"
       "using Kernel =\n"
@@ -78,7 +79,7 @@ constexpr Entry of_prepacked() {
           Tile::kRows,
           Tile::kDepth,
           Launch::kOperands == Operands::kPrepackedFp8 && !Config::kPromotes,
-          Config::kSharedBytes,
+          Config::kSharedLimit,
           &write_prepacked_source<Tile>,
           &Launch::launch_generated};
 }
