@@ -28,11 +28,14 @@ from ..measure.training import Copies, Kept, Operands, by_qdq, parts, plain_diff
 from .options import NUMBERS, Join, kind_of, one_of
 from .products import TORCH, key, start, wanted
 
-# The presets that quantize every operand, so that a step is three products of ours.
+# The presets that quantize every operand to NVFP4, so that a step is three products of ours.
 FULL = tuple(
     name
     for name, recipe in PRESETS.items()
-    if all(isinstance(getattr(recipe, one), Cast) for one in ("x", "w", "dy", "w_t", "dy_t", "x_t"))
+    if all(
+        isinstance(cast := getattr(recipe, one), Cast) and cast.format == "nvfp4"
+        for one in ("x", "w", "dy", "w_t", "dy_t", "x_t")
+    )
 )
 DEFAULT_PRESETS = ("nvidia", "per_token")
 SHAPES = ((4096, 2048, 2048), (8192, 4096, 4096), (8192, 14336, 4096), (8192, 4096, 14336))  # m, n, k

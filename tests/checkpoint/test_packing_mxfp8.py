@@ -1,8 +1,4 @@
-"""convert --format mxfp8: linear layers in MXFP8, as miles' tools/convert_hf_to_mxfp8.py writes them.
-
-The second implementation here follows the sources of miles and TransformerEngine (float_to_e8m0), by
-integers and a table of all values of e4m3.
-"""
+"""convert --format mxfp8: linear layers in MXFP8, as miles' tools/convert_hf_to_mxfp8.py writes them."""
 
 from __future__ import annotations
 
@@ -16,9 +12,9 @@ from checkpoints import LLAMA, contents, llama, load, random, save
 from fp4gemm.__main__ import main
 from fp4gemm.checkpoint import CheckpointError, Packing, convert, plan_conversion
 from helpers import assert_bits
+from mxfp8_numbers import packed
 from torch import Tensor
 
-E4M3 = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).double()  # 0 to 448, by their bytes
 STAYS = {  # names of weights (32, 64) that miles keeps, and whether the config names them
     "model.layers.0.input_layernorm.weight": True,
     "model.layers.0.mlp.gate.weight": True,
@@ -34,23 +30,6 @@ STAYS = {  # names of weights (32, 64) that miles keeps, and whether the config 
     "model.layers.0.mlp.experts.gate_up_proj": False,
 }
 PACKED = ("model.layers.0.mlp.shared_expert_gate.weight", "model.layers.0.mlp.experts.1.down_proj.weight")
-
-
-def packed(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Values and bytes of scales of a weight (..., k)."""
-    blocks = weight.float().unflatten(-1, (-1, 32))
-    largest = blocks.abs().amax(-1) * torch.tensor(1 / 448, dtype=torch.float32)
-    bits = largest.view(torch.int32)
-    exponent, mantissa = bits >> 23, bits & 0x7FFFFF
-    up = (mantissa > 0) & (exponent != 0xFE) & ~((exponent == 0) & (mantissa <= 0x400000))
-    codes = exponent + up.int()
-    x = blocks.double() * 2.0 ** (127 - codes.double()).unsqueeze(-1)
-    a = x.abs().clamp(max=448)
-    above = torch.searchsorted(E4M3, a).clamp(1, 126)  # E4M3[above - 1] <= a <= E4M3[above]
-    far, near = E4M3[above] - a, a - E4M3[above - 1]
-    is_up = (far < near) | ((far == near) & (above % 2 == 0))
-    code = torch.where(is_up, above, above - 1).to(torch.uint8) | (blocks.signbit().to(torch.uint8) << 7)
-    return code.flatten(-2).view(torch.float8_e4m3fn), codes.to(torch.uint8)
 
 
 def tensors_of() -> dict[str, Tensor]:

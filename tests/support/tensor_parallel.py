@@ -27,6 +27,7 @@ RECIPES = {
     "dequantized": training.Recipe(x=_ROW, w=_ROW, w_t="dequantized", x_t="dequantized"),
     "forward alone": training.Recipe(x=_ROW, w=_ROW),
     "weight alone": training.Recipe(w=_ROW),
+    "mxfp8": training.PRESETS["mxfp8"],
     "bf16": training.PRESETS["bf16"],
 }  # fmt: skip
 RECIPES |= {

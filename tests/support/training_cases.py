@@ -6,7 +6,7 @@ import math
 from typing import Any, NamedTuple
 
 import torch
-from fp4gemm import quantize, training
+from fp4gemm import quantize, quantize_mxfp8, training
 from fp4gemm.training import Cast, Recipe
 from torch import Tensor
 
@@ -15,6 +15,13 @@ _FAST = Cast(four_over_six="mae", four_over_six_error="fast", e4m3_max=448)
 RECIPES: dict[str, Recipe] = {
     **training.PRESETS,
     "w4a16": Recipe(w=Cast()),
+    "mxfp8 dequantized": Recipe(
+        x=Cast(format="mxfp8"), w=Cast(format="mxfp8"), w_t="dequantized", x_t="dequantized"
+    ),
+    "mxfp8 original": training.PRESETS["mxfp8"].replace(save_input="original"),
+    "mixed formats": training.PRESETS["te_per_token"].replace(
+        dy_t=Cast(format="mxfp8"), x_t=Cast(format="mxfp8")
+    ),
     "original": training.PRESETS["te_per_token"].replace(save_input="original"),
     "fast error": Recipe(
         x=_FAST, w=_FAST, dy=Cast(), w_t=_FAST, dy_t=Cast(scaling="tensor"), x_t=Cast(scaling="tensor")
@@ -36,6 +43,7 @@ RECIPES: dict[str, Recipe] = {
 RECIPES |= {
     "balanced": RECIPES["per_token"].replace(balance_tokens=True, save_input="original"),
     "balanced rowwise": RECIPES["rowwise"].replace(balance_tokens=True),
+    "balanced mxfp8": RECIPES["mxfp8"].replace(balance_tokens=True, save_input="original"),
     "balanced tensors": RECIPES["nvidia_no_sr"].replace(balance_tokens=True, save_input="original"),
 }
 
@@ -82,9 +90,13 @@ def explicit(x: Tensor, weight: Tensor, dy: Tensor, recipe: Recipe, state: Tenso
     ends = None if m % 32 == 0 and m else torch.tensor([m], dtype=torch.int32, device=x.device)
 
     def rows(t: Tensor, cast: Any, of: Tensor = none) -> Any:
+        if cast.format == "mxfp8":
+            return quantize_mxfp8(t)
         return quantize(t, **options(cast, recipe, of))
 
     def columns(t: Tensor, cast: Any, of: Tensor = none, ends: Tensor | None = None) -> Any:
+        if cast.format == "mxfp8":
+            return quantize_mxfp8(t, axis=0, offs=ends)
         return quantize(t, axis=0, offs=ends, **options(cast, recipe, of))
 
     x_q = None if recipe.x is None else rows(x, recipe.x, of_x)

@@ -28,7 +28,8 @@ SAMPLES: dict[str, dict[str, Any]] = {
     "e4m3_max": {"e4m3_max": 448, "four_over_six": "mse"},
     "encode": {"encode": "te_per_token"},
 }
-FIELDS = [each.name for each in dataclasses.fields(Cast)]
+# The other format has none of these options, and excludes them.
+FIELDS = [each.name for each in dataclasses.fields(Cast) if each.name != "format"]
 # Options of the quantizers that are no fields of Cast: signs and random numbers belong to a recipe and to a
 # call.
 NO_FIELDS = {"hadamard_signs", "generator", "rng_state"}
@@ -37,6 +38,29 @@ NO_FIELDS = {"hadamard_signs", "generator", "rng_state"}
 def test_the_fields_are_the_options_of_the_quantizers_and_the_source() -> None:
     assert set(FIELDS) == {*SAMPLES, "source"}
     assert set(FIELDS) - {"source"} == set(option_checks.OPTIONS) - NO_FIELDS
+
+
+def test_the_other_format_has_no_option() -> None:
+    cast = Cast(format="mxfp8")
+    assert not cast.is_one_pass_with(cast)
+    assert not Cast().is_one_pass_with(cast)
+    assert cast != Cast()
+    assert pickle.loads(pickle.dumps(cast)) == cast
+    for name, fields in {**SAMPLES, "source": {"source": "rowwise"}}.items():
+        with pytest.raises(
+            ValueError, match=rf"^({'|'.join(fields)}): got .*, the default, with format 'mxfp8'$"
+        ):
+            Cast(format="mxfp8", **fields)
+        assert name in fields
+    with pytest.raises(ValueError, match=r"^format: got 'mxfp4', must be 'nvfp4' or 'mxfp8'$"):
+        Cast(format="mxfp4")  # type: ignore[arg-type]
+
+
+def test_formats_of_a_product_are_equal() -> None:
+    with pytest.raises(ValueError, match=r"^w: format is 'nvfp4', must be 'mxfp8', that of x, its other"):
+        Recipe(x=Cast(format="mxfp8"), w=Cast())
+    with pytest.raises(ValueError, match=r"^x: got None, must be a Cast with format 'mxfp8', as w is$"):
+        Recipe(w=Cast(format="mxfp8"))
 
 
 def test_headroom_was_removed() -> None:

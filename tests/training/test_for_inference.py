@@ -22,7 +22,7 @@ SIX: list[dict[str, Any]] = [
 ]
 # Every preset whose forward pass has NVFP4 weights, and every option of the casts of x and w.
 RECIPES: dict[str, Recipe] = {
-    **{name: recipe for name, recipe in training.PRESETS.items() if recipe.w is not None},
+    **{name: recipe for name, recipe in training.PRESETS.items() if recipe.w and recipe.w.format == "nvfp4"},
     **{"-".join(("row", *map(str, six.values()))): Recipe(x=Cast(**six), w=Cast(**six)) for six in SIX},
     **{
         "-".join(("2d", *map(str, six.values()))): Recipe(

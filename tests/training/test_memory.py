@@ -11,7 +11,9 @@ from fp4gemm import training
 from training_memory import BEGIN, END, M, N, of_input, of_weight, saved_bytes, table
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "training.md"
-QUANTIZED = [n for n, r in training.PRESETS.items() if isinstance(r.x_t, training.Cast)]
+QUANTIZED = [
+    n for n, r in training.PRESETS.items() if isinstance(r.x_t, training.Cast) and r.x_t.format == "nvfp4"
+]
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
@@ -20,6 +22,11 @@ def test_a_quantized_input_is_saved_in_9_32_of_bf16(name: str) -> None:
     amax = 4 / M if training.PRESETS[name].x_t.scaling == "row" else 0  # type: ignore[union-attr]
     assert of_input(name, 1) == pytest.approx(0.5625 + amax, abs=1e-4)
     assert of_input("torch", 1) == 2
+
+
+def test_an_input_in_mxfp8_is_saved_in_33_64_of_bf16() -> None:
+    assert of_input("mxfp8", 1) == 1 + 1 / 32
+    assert of_weight("mxfp8") == 2 * (1 + 1 / 32)
 
 
 def test_layers_that_read_one_x_save_their_own_copies() -> None:

@@ -28,7 +28,10 @@ def unpacked(codes: Tensor) -> Tensor:
 def numbers(wanted: Tensor, t: Any) -> tuple[float, float, float, float, float, float]:
     """Elements, amax, underflows, saturated ones, squares and squared errors, in float64."""
     got, wanted = t.dequantize().double(), wanted.double()
-    is_largest = unpacked(t.codes) & 7 == 7
+    if isinstance(t, fp4gemm.MXFP8Tensor):
+        is_largest = t.values.double().abs() == 448
+    else:
+        is_largest = unpacked(t.codes) & 7 == 7
     beyond = wanted.abs() > got.abs() * (1 + 2**-20)
     return (
         wanted.numel(),
@@ -38,6 +41,12 @@ def numbers(wanted: Tensor, t: Any) -> tuple[float, float, float, float, float, 
         float(wanted.square().sum()),
         float((got - wanted).square().sum()),
     )
+
+
+def quantized(x: Tensor, cast: Cast, recipe: Recipe) -> Any:
+    if cast.format == "mxfp8":
+        return fp4gemm.quantize_mxfp8(x)
+    return fp4gemm.quantize(x, **options(cast, recipe, STATE))
 
 
 def rotated(x: Tensor, cast: Cast, recipe: Recipe) -> Tensor:
@@ -97,15 +106,16 @@ def test_every_operand(name: str, m: int, device: torch.device, gen: torch.Gener
         scales = {"x_t": 1 / c, "dy_t": c}.get(field) if recipe.balance_tokens else None
         if cast.source == "rowwise":
             forward = getattr(recipe, field.removesuffix("_t"))
-            source = fp4gemm.quantize(source, **options(forward, recipe, STATE)).dequantize(torch.bfloat16)
+            source = quantized(source, forward, recipe).dequantize(torch.bfloat16)
         if scales is not None:
             source, wanted = ((t.double() * scales).to(t.dtype) for t in (source, wanted))
         if field.endswith("_t"):
-            pad = -source.shape[0] % 64 if source.shape[0] % 32 else 0  # one group of columns
+            step = 64 if cast.format == "nvfp4" else 128
+            pad = -source.shape[0] % step if source.shape[0] % 32 else 0  # one group of columns
             source, wanted = (
                 torch.nn.functional.pad(t, (0, 0, 0, pad)).T.contiguous() for t in (source, wanted)
             )
-        t = fp4gemm.quantize(source, **options(cast, recipe, STATE))
+        t = quantized(source, cast, recipe)
         want = numbers(rotated(wanted.float(), cast, recipe), t)
         elements = of[field.removesuffix("_t")].numel()
         if cast.stochastic:  # along the other axis it draws other numbers

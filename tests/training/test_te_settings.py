@@ -211,12 +211,70 @@ def test_attributes_that_are_refused(arguments: dict[str, Any], error: type[Exce
     assert says in str(raised.value)
 
 
+@dataclasses.dataclass
+class MXFP8BlockScaling:
+    """The attributes of TransformerEngine's class."""
+
+    margin: int = 0
+    fp8_format: Any = Format.E4M3
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    backward_override: str | None = None
+    enable_2d_quantization: bool = False
+
+    def __post_init__(self) -> None:
+        self._cached_repr = None
+
+
+def test_mxfp8() -> None:
+    cast = Cast(format="mxfp8")
+    assert Recipe.from_te(MXFP8BlockScaling()) == training.PRESETS["mxfp8"]
+    assert training.PRESETS["mxfp8"] == Recipe(x=cast, w=cast, dy=cast, w_t=cast, dy_t=cast, x_t=cast)
+    assert Recipe.from_te(MXFP8BlockScaling(backward_override="high_precision")) == Recipe(x=cast, w=cast)
+    dequantized = Recipe(x=cast, w=cast, w_t="dequantized", x_t="dequantized")
+    assert Recipe.from_te(MXFP8BlockScaling(backward_override="dequantized")) == dequantized
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "says"),
+    [
+        ({"margin": 1}, NotImplementedError, "margin: got 1, must be 0, since no scale has a margin"),
+        (
+            {"fp8_format": Format.HYBRID},
+            NotImplementedError,
+            "must be E4M3, since products multiply e4m3 alone",
+        ),
+        ({"fp8_dpa": True}, NotImplementedError, "fp8_dpa: got True, must be False, since attention is not"),
+        (
+            {"enable_2d_quantization": True},
+            NotImplementedError,
+            "enable_2d_quantization: got True, must be False, since blocks are 1x32",
+        ),
+        (
+            {"backward_override": "bf16"},
+            ValueError,
+            "backward_override: got 'bf16', must be None, 'high_precision' or 'dequantized'",
+        ),
+    ],
+)
+def test_attributes_of_mxfp8_that_are_refused(
+    arguments: dict[str, Any], error: type[Exception], says: str
+) -> None:
+    with pytest.raises(error) as raised:
+        Recipe.from_te(MXFP8BlockScaling(**arguments))
+    assert says in str(raised.value)
+
+
 def test_objects_that_are_refused() -> None:
-    class MXFP8BlockScaling:
+    class Float8BlockScaling:
         margin = 0
 
-    with pytest.raises(TypeError, match=r"^recipe: got .*MXFP8BlockScaling.*, must be an NVFP4BlockScaling"):
-        Recipe.from_te(MXFP8BlockScaling())
+    with pytest.raises(TypeError, match=r"^recipe: got .*Float8BlockScaling.*, must be an NVFP4BlockScaling"):
+        Recipe.from_te(Float8BlockScaling())
+    other = MXFP8BlockScaling()
+    other.scale_inv = 1  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match=r"^scale_inv: is no attribute of MXFP8BlockScaling that fp4gemm"):
+        Recipe.from_te(other)
     with pytest.raises(TypeError, match=r"^recipe: got None"):
         Recipe.from_te(None)
     recipe = NVFP4BlockScaling()

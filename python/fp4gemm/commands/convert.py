@@ -99,7 +99,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--recipe",
-        choices=[name for name, recipe in PRESETS.items() if recipe.w is not None],
+        choices=[n for n, r in PRESETS.items() if r.w is not None and r.w.format == "nvfp4"],
         help="weights and activations as in the forward pass of this recipe of fp4gemm.training, in place of "
         "--activations, --weight-scaling, --method and --four-over-six; with --format fp4gemm --fuse none",
     )

@@ -149,7 +149,7 @@ def _travelling_cast(recipe: Recipe | None, x: Tensor) -> Cast | None:
         return None
     x_t = recipe.x_t
     follows = x_t == DEQUANTIZED or (isinstance(x_t, Cast) and x_t.source == "rowwise")
-    is_row = recipe.x.scaling == "row" and not recipe.x.stochastic
+    is_row = recipe.x.format == "nvfp4" and recipe.x.scaling == "row" and not recipe.x.stochastic
     is_row = is_row and recipe.x.bound == E4M3_MAX
     return recipe.x if is_row and (follows or not torch.is_grad_enabled()) else None
 

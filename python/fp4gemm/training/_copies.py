@@ -32,6 +32,7 @@ from torch import Tensor
 
 from .. import _checks, support
 from ..containers.decoded import DecodedTensor
+from ..containers.mxfp8 import MXFP8Tensor, quantize_mxfp8
 from ..containers.nvfp4 import NVFP4Tensor
 from ..containers.prepacked import PrepackedTensor, prepack
 from ..ops import operators
@@ -59,6 +60,7 @@ __all__ = [
     "not_cast",
     "parameters_of",
     "parts_of",
+    "quantized",
     "rebuilt",
     "stream",
     "weight_copies",
@@ -66,16 +68,16 @@ __all__ = [
     "whole",
 ]
 
-Copy = NVFP4Tensor | DecodedTensor | PrepackedTensor
+Copy = NVFP4Tensor | MXFP8Tensor | DecodedTensor | PrepackedTensor
 
 
 class Parts(NamedTuple):
     """The tensors of a quantized copy; each is None where there is no copy.
 
     A decoded or prepacked copy (:func:`are_converted`) has its values or bytes in place of the codes, and no
-    scales. A tensor that is saved in place of a copy is ``codes`` alone. It is not an
-    :class:`fp4gemm.ops.parts.OperandParts`, since torch saves all of it for the backward pass, and saves
-    tensors alone: e4m3_max follows from the cast, which the step keeps.
+    scales; one in MXFP8 has its values there, and no amax. A tensor that is saved in place of a copy is
+    ``codes`` alone. It is not an :class:`fp4gemm.ops.parts.OperandParts`, since torch saves all of it for the
+    backward pass, and saves tensors alone: e4m3_max follows from the cast, which the step keeps.
     """
 
     codes: Tensor | None = None
@@ -136,17 +138,20 @@ def stream(state: Tensor | None, shift: int, *casts: Operand) -> Tensor | None:
 
 _QUANTIZE = operators.below_wrapper(operators.quantize)
 _QUANTIZE_DECODED = operators.below_wrapper(operators.quantize_decoded)
+_QUANTIZE_MXFP8 = operators.below_wrapper(operators.mxfp8_quantize)
 _QUANTIZE_BOTH = operators.below_wrapper(operators.quantize_both)
 # The fields of Cast that are keywords of the quantizers as they are: all but those that keywords() adds, and
-# the source, which is no keyword.
+# format and source, which are no keywords.
 _PLAIN_FIELDS = tuple(
-    each.name for each in dataclasses.fields(Cast) if each.name not in ("hadamard", "stochastic", "source")
+    each.name
+    for each in dataclasses.fields(Cast)
+    if each.name not in ("format", "hadamard", "stochastic", "source")
 )
 _is_compiling = torch.compiler.is_compiling
 
 
 def keywords(cast: Cast, hadamard: str | None, signs: int, state: Tensor | None) -> dict[str, Any]:
-    """The keywords of fp4gemm.quantize for a cast; ``hadamard`` is that of the copy."""
+    """The keywords of fp4gemm.quantize for a cast to NVFP4; ``hadamard`` is that of the copy."""
     options: dict[str, Any] = {name: getattr(cast, name) for name in _PLAIN_FIELDS}
     if hadamard is not None:
         options |= {"hadamard": hadamard, "hadamard_signs": signs}
@@ -171,9 +176,12 @@ def along(
         x: (m, k), on a device that has a kernel, with rows that it reads in place.
         signs: hadamard_signs of the recipe. state: {seed, offset} of x, which a stochastic cast needs.
         offs: the groups, of rows along axis -1 and of columns along axis 0.
-        decoded: whether the copy has float16 values in place of codes and scales.
+        decoded: whether a copy in NVFP4 has float16 values in place of codes and scales.
         amax: that of the whole tensor, if it was measured before.
     """
+    if cast.format == "mxfp8":
+        mxfp8 = operators.mxfp8_quantize if _is_compiling() else _QUANTIZE_MXFP8
+        return Parts(*mxfp8(x, axis, torch.float8_e4m3fn, True, offs))  # True: the scales are swizzled
     per_row, block_rows, before, hadamard, after = cast.arguments
     rest = (*before, hadamard, signs if hadamard else 0, state if cast.stochastic else None, *after, offs)
     scales = None
@@ -184,6 +192,18 @@ def along(
         call = operators.quantize if _is_compiling() else _QUANTIZE
         codes, scales, measured = call(x, amax, per_row, axis, block_rows, *rest)
     return Parts(codes, scales, measured if amax is None else amax)
+
+
+def quantized(
+    x: Tensor, axis: int, cast: Cast, recipe: Recipe, state: Tensor | None, offs: Tensor | None = None
+) -> NVFP4Tensor | MXFP8Tensor:
+    """The container of a matrix, or of a stack (g, m, k), by a cast; x is as for fp4gemm.quantize."""
+    if cast.format == "mxfp8":
+        return quantize_mxfp8(x, axis=axis, offs=offs)
+    options = keywords(cast, cast.hadamard, recipe.hadamard_signs, state)
+    options |= {"axis": axis, "offs": offs}
+    made: NVFP4Tensor = quantize(x, **options)
+    return made
 
 
 def _in_one_pass(
@@ -268,6 +288,8 @@ def are_converted(x: Tensor) -> bool:
 
 def parts_of(t: Copy | None) -> Parts:
     """The tensors of a quantized copy; NO_PARTS for None."""
+    if isinstance(t, MXFP8Tensor):
+        return Parts(t.values, t.scales)
     return NO_PARTS if t is None else Parts(*t._operand_parts()[:3])
 
 
@@ -281,10 +303,14 @@ def rebuilt(
 ) -> Any:
     """The container of the tensors of a copy that a cast made; ``shape`` is that of a prepacked weight."""
     codes, scales, amax = parts
-    if codes is None or amax is None or not isinstance(cast, Cast):
+    if codes is None or not isinstance(cast, Cast):
         raise RuntimeError("a copy that the backward pass needs was not saved")
     bound, signs = cast.bound, None if cast.hadamard is None else recipe.hadamard_signs
     dim = 0 if offs is None else offs_dim
+    if cast.format == "mxfp8" and scales is not None:
+        return MXFP8Tensor._trusted(codes, scales, True, offs, dim)
+    if amax is None:
+        raise RuntimeError("the amax of a copy that the backward pass needs was not saved")
     if scales is not None:
         return NVFP4Tensor._trusted(codes, scales, amax, bound, offs, signs, dim)
     if codes.dtype is torch.float16:
@@ -373,13 +399,12 @@ def _of_values(
         if isinstance(of_columns, Cast) and of_rows.is_one_pass_with(of_columns):
             pair = quantize_both(weight, **keywords(of_rows, of_columns.hadamard, signs, state))
             return parts_of(pair[0]), parts_of(pair[1])
-        made = quantize(weight, **keywords(of_rows, of_rows.hadamard, signs, state))
+        made = quantized(weight, -1, of_rows, recipe, state)
     if not isinstance(of_columns, Cast):
         return parts_of(made), NO_PARTS
     if made is not None and of_columns.source == "rowwise":
         weight = made.dequantize(weight.dtype)
-    made_t = quantize(weight, axis=0, **keywords(of_columns, of_columns.hadamard, signs, state))
-    return parts_of(made), parts_of(made_t)
+    return parts_of(made), parts_of(quantized(weight, 0, of_columns, recipe, state))
 
 
 def _gathered_copies(
@@ -405,8 +430,8 @@ def kept_copies(weight: Weight, recipe: Recipe, state: Tensor | None, cache: Cac
     """Both copies of a weight, from the cache: those that the recipe has, prepacked if kernels read that."""
     is_converted = are_converted(weight[0] if isinstance(weight, tuple) else weight)
     # The values of a copy that the backward pass dequantizes come from its codes.
-    of_w = recipe.w if is_converted and recipe.w_t != DEQUANTIZED else None
-    of_w_t = recipe.w_t if is_converted else None
+    of_w = _to_prepack(recipe.w) if is_converted and recipe.w_t != DEQUANTIZED else None
+    of_w_t = _to_prepack(recipe.w_t) if is_converted else None
 
     def make() -> tuple[Tensor, ...]:
         w, w_t = weight_copies(weight, recipe, state, True, True)
@@ -414,12 +439,24 @@ def kept_copies(weight: Weight, recipe: Recipe, state: Tensor | None, cache: Cac
         return tuple(part for part in parts if part is not None)
 
     kept = cache.get(weight, make, (recipe.w, recipe.w_t))
-    w = w_t = NO_PARTS
-    if isinstance(recipe.w, Cast):
-        w = Parts(*kept[:3]) if of_w is None else Parts(kept[0], None, kept[1])
-    if isinstance(recipe.w_t, Cast):
-        w_t = Parts(*kept[-3:]) if of_w_t is None else Parts(kept[-2], None, kept[-1])
-    return w, w_t
+    fields = _kept_fields(recipe.w, of_w is not None)
+    fields_t = _kept_fields(recipe.w_t, of_w_t is not None)
+    w = Parts(**dict(zip(fields, kept, strict=False)))
+    return w, Parts(**dict(zip(fields_t, kept[len(fields) :], strict=True)))
+
+
+def _to_prepack(cast: Operand) -> Cast | None:
+    """The cast of a copy that prepacking changes, which are those in NVFP4; None for others."""
+    return cast if isinstance(cast, Cast) and cast.format == "nvfp4" else None
+
+
+def _kept_fields(cast: Operand, is_prepacked: bool) -> tuple[str, ...]:
+    """The fields of Parts that a copy of a weight in a cache has."""
+    if not isinstance(cast, Cast):
+        return ()
+    if cast.format == "mxfp8":
+        return ("codes", "scales")
+    return ("codes", "amax") if is_prepacked else Parts._fields
 
 
 def _prepacked(parts: Parts, cast: Operand, recipe: Recipe) -> Parts:

@@ -55,7 +55,12 @@ TRAIN_BACKWARD = operators.below_wrapper(operators.train_backward)
 _GEMM = operators.below_wrapper(operators.gemm)
 _CAN_QUANTIZE, _CAN_MULTIPLY = support.READY["quantize"], support.READY["mm"]
 _RULES = selection.RULES
-_FORMATS = {torch.uint8: "nvfp4", torch.float16: "fp16", torch.bfloat16: "bf16"}  # of left operands
+_FORMATS = {  # of left operands
+    torch.uint8: "nvfp4",
+    torch.float8_e4m3fn: "mxfp8",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+}
 _UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 _is_compiling = torch.compiler.is_compiling
 # The main_grad of a weight, or of each of its matrices: None of one that is frozen.
@@ -559,32 +564,39 @@ def multiply(
     Raises:
         NotImplementedError: the device has no kernel.
     """
-    if a.codes is None or b.codes is None or b.amax is None or not isinstance(of_b, Cast):
+    if a.codes is None or b.codes is None or not isinstance(of_b, Cast):
         raise RuntimeError("a copy that the product needs was not saved")
+    is_mxfp8 = of_b.format == "mxfp8"
+    if b.amax is None and not is_mxfp8:
+        raise RuntimeError("the amax of a copy that the product needs was not saved")
     is_prepacked = b.scales is None and b.codes.dtype is torch.uint8
     n = shape[-2] if is_prepacked and shape is not None else b.codes.shape[-2]
-    formats = _FORMATS[a.codes.dtype], "prepacked" if is_prepacked else "nvfp4"
+    formats = _FORMATS[a.codes.dtype], "prepacked" if is_prepacked else of_b.format
     mode = "mm" if offs is None else "grouped_mm"
     if of_a is None:
         support.ready_for(a.codes, mode, ("bf16", formats[1]))  # the operation for float16 values too
     support.ready_for(a.codes, mode, formats)
     is_ragged_k = offs is not None and b.codes.dim() == 2 and not is_prepacked
     amax_a, amax_b = a.amax, b.amax
-    if is_ragged_k and amax_a is not None:  # (g, m) and (g, n), or (g,), one of each group, as (g, 1)
+    if is_ragged_k and amax_a is not None and amax_b is not None:
+        # (g, m) and (g, n), or (g,), one of each group, as (g, 1)
         amax_a = amax_a if amax_a.dim() == 2 else amax_a.unsqueeze(1)
         amax_b = amax_b if amax_b.dim() == 2 else amax_b.unsqueeze(1)
     kernel = None
     if _RULES and not batch_invariant:
-        k = a.codes.shape[-1] * (1 if a.scales is None else 2)
+        k = a.codes.shape[-1] * (1 if a.scales is None or is_mxfp8 else 2)
         kind, ragged = "dense" if offs is None else "grouped", "k" if is_ragged_k else "m"
         kernel = selection.find(a.codes, n, k, dtype, kind, False, formats, ragged)
+    alpha = 1.0
+    if not is_mxfp8:
+        alpha = ALPHA[of_a.bound, of_b.bound] if isinstance(of_a, Cast) else ALPHA_UNQUANTIZED[of_b.bound]
     call = GemmCall(
         a.codes,
         b.codes,
         a.scales,
         b.scales,
         offs,
-        ALPHA[of_a.bound, of_b.bound] if isinstance(of_a, Cast) else ALPHA_UNQUANTIZED[of_b.bound],
+        alpha,
         None,
         amax_a,
         amax_b,

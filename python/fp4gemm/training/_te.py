@@ -1,4 +1,4 @@
-"""Settings: what a recipe of TransformerEngine, or its environment variables, say of NVFP4.
+"""Settings: what a recipe of TransformerEngine, or its environment variables, say of NVFP4; also of MXFP8.
 
 Nothing of TransformerEngine is imported: a recipe is read by its attributes. They are those of its release
 2.20.2, and those of its pull request 3045, whose per-token recipe no release has. docs/interop.md has the
@@ -13,7 +13,16 @@ from typing import Any, NamedTuple
 
 from .. import _checks
 
-__all__ = ["LAUNCHES", "REFUSED", "VARIABLES", "Settings", "of_environment", "of_recipe"]
+__all__ = [
+    "LAUNCHES",
+    "REFUSED",
+    "VARIABLES",
+    "Settings",
+    "is_mxfp8",
+    "of_environment",
+    "of_mxfp8",
+    "of_recipe",
+]
 
 _SCOPES = ("none", "weights", "activations", "all")
 _FLAG = (False, True)
@@ -141,7 +150,8 @@ def of_recipe(recipe: object) -> Settings:
     """The settings of an NVFP4BlockScaling, or of a subclass of it, each attribute checked."""
     if "NVFP4BlockScaling" not in (each.__name__ for each in type(recipe).__mro__):
         raise TypeError(
-            f"recipe: got {_checks.describe(recipe)}, must be an NVFP4BlockScaling of TransformerEngine"
+            f"recipe: got {_checks.describe(recipe)}, must be an NVFP4BlockScaling or an MXFP8BlockScaling "
+            "of TransformerEngine"
         )
     given = {name: value for name, value in vars(recipe).items() if not name.startswith("_")}
     fields = [each.name for each in dataclasses.fields(Settings) if each.name not in _NO_ATTRIBUTES]
@@ -166,6 +176,39 @@ def of_recipe(recipe: object) -> Settings:
     settings = Settings(**made, per_token=bool(is_per_token()) if callable(is_per_token) else False)
     _check_qparams(given, settings)
     return _consistent(settings, str, repr)
+
+
+# The attributes of an MXFP8BlockScaling but backward_override, and why each must have one value.
+_MXFP8_FIXED = {
+    "margin": (0, "no scale has a margin"),
+    "fp8_format": ("E4M3", "products multiply e4m3 alone"),
+    "fp8_dpa": (False, "attention is not quantized"),
+    "fp8_mha": (False, "attention is not quantized"),
+    "enable_2d_quantization": (False, "blocks are 1x32"),
+}
+
+
+def is_mxfp8(recipe: object) -> bool:
+    """Whether it is an MXFP8BlockScaling, or of a subclass of it."""
+    return "MXFP8BlockScaling" in (each.__name__ for each in type(recipe).__mro__)
+
+
+def of_mxfp8(recipe: object) -> str | None:
+    """The backward_override of an MXFP8BlockScaling, after each attribute was checked."""
+    given = {name: value for name, value in vars(recipe).items() if not name.startswith("_")}
+    known = (*_MXFP8_FIXED, "backward_override")
+    for name, got in given.items():
+        if name not in known:
+            raise ValueError(
+                f"{name}: is no attribute of MXFP8BlockScaling that fp4gemm knows; it knows "
+                f"{', '.join(known)}"
+            )
+        wanted, why = _MXFP8_FIXED.get(name, (got, ""))
+        if getattr(got, "name", got) != wanted:
+            raise NotImplementedError(f"{name}: got {got!r}, must be {wanted}, since {why}")
+    override: str | None = given.get("backward_override")
+    _checks.is_choice("backward_override", override, (None, *_OF_FIELD["backward_override"][1]))
+    return override
 
 
 def _check_qparams(given: Mapping[str, Any], settings: Settings) -> None:

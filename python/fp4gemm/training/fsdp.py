@@ -160,6 +160,8 @@ def _why_not(recipe: Recipe) -> str:
     w, w_t = recipe.w, recipe.w_t
     if w is None:
         return "w is None, must be a Cast; the forward pass needs the values of the weight"
+    if w.format != "nvfp4":
+        return f"w has the format {w.format!r}, must have 'nvfp4', in which weights are gathered"
     if w.stochastic:
         return "w is rounded stochastically, must not be; the random numbers belong to the whole weight"
     if w_t is None:

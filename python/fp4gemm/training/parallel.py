@@ -212,11 +212,11 @@ class SequenceColwiseParallel(ColwiseParallel):
       codes. Otherwise it is cast from x, which the backward pass gathers in its own dtype; the layer saves
       x_r alone.
 
-    A recipe whose forward pass does not quantize x gathers x in its own dtype. With row scaling y and dW are
-    those of one process bit for bit, unless a cast is stochastic; with tensor scaling the amaxes of W_r and
-    dy_r are those of the shards, and balanced tokens (``balance_tokens``) have factors by the amax of dy_r,
-    so that each rank casts x^T itself. ``weight`` and ``bias`` become DTensors with the placement Shard(0),
-    and ``weight.main_grad`` may be a DTensor like the weight, or this rank's shard of one.
+    A recipe whose forward pass does not quantize x to NVFP4 gathers x in its own dtype. With row scaling y
+    and dW are those of one process bit for bit, unless a cast is stochastic; with tensor scaling the amaxes
+    of W_r and dy_r are those of the shards, and balanced tokens (``balance_tokens``) have factors by the amax
+    of dy_r, so that each rank casts x^T itself. ``weight`` and ``bias`` become DTensors with the placement
+    Shard(0), and ``weight.main_grad`` may be a DTensor like the weight, or this rank's shard of one.
 
     Args:
         sequence_dim: the dimension of x along which its tokens are sharded, in equal parts.
@@ -492,10 +492,10 @@ def gathered_linear(
     sharding: Sharding,
     use_main_grad: bool = True,
 ) -> Tensor:
-    """linear(gathered x, weight, bias) with x gathered in NVFP4 if the recipe quantizes it."""
+    """linear(gathered x, weight, bias) with x gathered in NVFP4 if the recipe quantizes it to that."""
     check_arguments(x, weight, bias, 2, recipe.is_plain)
     x = autocast(x)
-    if recipe.x is None:
+    if recipe.x is None or recipe.x.format != "nvfp4":
         gathered = _Gather.apply(x, sharding)
         return functional.linear(gathered, weight, bias, recipe, cache=cache, use_main_grad=use_main_grad)
     main_grad = functional.main_grad_of(weight, use_main_grad)

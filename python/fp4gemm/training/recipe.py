@@ -17,6 +17,7 @@ from . import _te
 __all__ = ["DEQUANTIZED", "OPERANDS", "PRESETS", "Cast", "Operand", "Recipe", "resolve"]
 
 DEQUANTIZED: Literal["dequantized"] = "dequantized"
+_FORMATS = ("nvfp4", "mxfp8")
 _SOURCES = ("original", "rowwise")
 _SAVED = ("quantized", "original")
 OPERANDS = ("x", "w", "dy", "w_t", "dy_t", "x_t")
@@ -33,6 +34,9 @@ class Cast:
     """The quantization of one operand: options of :func:`fp4gemm.quantize`, which defines each to the bit.
 
     Args:
+        format: "nvfp4", or "mxfp8": e4m3 values with a power of two for 32 elements
+            (:func:`fp4gemm.quantize_mxfp8`), as TransformerEngine's MXFP8BlockScaling. Such a cast has no
+            option, so that every other field has its default.
         scaling: "row": an amax for each row of the operand, as TransformerEngine's row-scaled and per-token
             recipes (#2931, #3045). "tensor": one amax, as its NVFP4BlockScaling; of experts one for each.
         block: (1, 16), or (16, 16) for weights: then the copies for fprop and dgrad have the same codes.
@@ -46,12 +50,14 @@ class Cast:
             that the backward pass sees the numbers of the forward pass; for w_t and x_t alone.
 
     Raises:
-        TypeError, ValueError: naming the field that has another type or value; "fast" without four_over_six.
+        TypeError, ValueError: naming the field that has another type or value; "fast" without four_over_six;
+            an option beside format "mxfp8".
         NotImplementedError: naming the field that excludes another: block (16, 16) with scaling "row",
             encode "te_per_token", hadamard or stochastic; four_over_six with encode "te_per_token", hadamard
             or stochastic.
     """
 
+    format: Literal["nvfp4", "mxfp8"] = "nvfp4"
     scaling: Literal["row", "tensor"] = "row"
     block: tuple[int, int] = (1, 16)
     hadamard: Literal["bf16", "fp32"] | None = None
@@ -69,6 +75,13 @@ class Cast:
     arguments = (True, 1, (), 0, ())  # type: tuple[bool, int, tuple[Any, ...], int, tuple[Any, ...]]
 
     def __post_init__(self) -> None:
+        _checks.is_one_of("format", self.format, _FORMATS)
+        if self.format != "nvfp4":
+            for field in dataclasses.fields(self):
+                got = getattr(self, field.name)
+                if field.name != "format" and got != field.default:
+                    wanted = f"{field.default!r}, the default, with format {self.format!r}"
+                    raise ValueError(f"{field.name}: got {got!r}, must be {wanted}")
         defaults = {name: option.default for name, option in option_checks.OPTIONS.items()}
         own = {name: getattr(self, name) for name in defaults if hasattr(self, name)}
         made = option_checks.operator_arguments(defaults | own)
@@ -93,7 +106,8 @@ class Cast:
 
     def is_one_pass_with(self, other: Cast) -> bool:
         """Whether fp4gemm.quantize_both makes this copy and the other: they differ in hadamard at most."""
-        return all(getattr(self, name) == getattr(other, name) for name in _OF_ONE_PASS)
+        same = all(getattr(self, name) == getattr(other, name) for name in _OF_ONE_PASS)
+        return same and self.format == "nvfp4"
 
 
 # The fields that two casts of one pass have in common: all but hadamard.
@@ -245,12 +259,16 @@ class Recipe:
         "a16". With an amax of the whole x, the bits of a token depend on the batch, as in training.
 
         Raises:
-            ValueError: w is None, so that the forward pass multiplies weights that are not quantized; or x or
-                w is rounded stochastically, which has no bits to repeat.
+            ValueError: w is None, so that the forward pass multiplies weights that are not quantized, or its
+                format is not "nvfp4"; or x or w is rounded stochastically, which has no bits to repeat.
         """
         x, w = self.x, self.w
         if w is None:
             raise ValueError("w: is None, must be a Cast: layers for inference have weights in NVFP4")
+        if w.format != "nvfp4":
+            raise ValueError(
+                f"w: format is {w.format!r}, must be 'nvfp4': layers for inference have weights in NVFP4"
+            )
         for name, cast in (("x", x), ("w", w)):
             if cast is not None and cast.stochastic:
                 raise ValueError(f"{name}: stochastic is True, must be False for inference")
@@ -277,24 +295,26 @@ class Recipe:
 
     @classmethod
     def from_te(cls, recipe: object, *, four_over_six_error: Literal["exact", "fast"] = "exact") -> Recipe:
-        """The recipe of an NVFP4BlockScaling of TransformerEngine, which is read by its attributes.
+        """The recipe of an NVFP4BlockScaling or an MXFP8BlockScaling of TransformerEngine, by its attributes.
 
         The casts have the bits of its quantizers (docs/interop.md, which also has the table of its variables
         and says what has no counterpart). TransformerEngine itself is not imported.
 
         Args:
             recipe: an NVFP4BlockScaling of release 2.20.2 or older, or the NVFP4PerTokenBlockScaling of its
-                pull request 3045.
+                pull request 3045; or an MXFP8BlockScaling with e4m3 in both directions.
             four_over_six_error: "fast" where NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH=1 is set beside the recipe,
                 which has no attribute for it. Without four over six it has no effect.
 
         Raises:
-            TypeError: recipe is no NVFP4BlockScaling, or an attribute has another type.
+            TypeError: recipe is neither of them, or an attribute has another type.
             ValueError: naming the attribute: it is not known, it has another value, it contradicts another
                 one, or TransformerEngine does not combine the two.
             NotImplementedError: naming the attribute: FP8 attention, or another format.
         """
         _checks.is_one_of("four_over_six_error", four_over_six_error, ("exact", "fast"))
+        if _te.is_mxfp8(recipe):
+            return _mxfp8(_te.of_mxfp8(recipe))
         settings = _te.of_recipe(recipe)
         is_fast = four_over_six_error == "fast"
         return _of_te(dataclasses.replace(settings, four_over_six_error_is_fast=is_fast))
@@ -323,6 +343,8 @@ def _pair(rows: Operand, columns: Operand, signs: int) -> Casts | None:
         return None
     if "fast" in (rows.four_over_six_error, columns.four_over_six_error):
         return None  # the operators of a step have no such number
+    if rows.format != "nvfp4" or columns.format != "nvfp4":
+        return None  # nor another format
     of_columns = (*columns.numbers, 0 if columns.hadamard is None else signs, int(columns.stochastic))
     return (*rows.numbers, 0, int(rows.stochastic)), of_columns
 
@@ -364,6 +386,12 @@ def _check_pair(recipe: Recipe, left: str, right: str) -> None:
     a, b = getattr(recipe, left), getattr(recipe, right)
     if isinstance(a, Cast) and not isinstance(b, Cast):
         raise ValueError(f"{right}: got {_shown(b)}, must be a Cast, as {left} is")
+    if isinstance(a, Cast) and isinstance(b, Cast) and a.format != b.format:
+        raise ValueError(
+            f"{right}: format is {b.format!r}, must be {a.format!r}, that of {left}, its other operand"
+        )
+    if a is None and isinstance(b, Cast) and left == "x" and b.format != "nvfp4":
+        raise ValueError(f"x: got None, must be a Cast with format {b.format!r}, as w is")
     if a is None and isinstance(b, Cast) and left != "x":
         wanted = f"None or {DEQUANTIZED!r}, since {left} is None" if right in _FORWARD else "None"
         raise ValueError(f"{right}: got a Cast, must be {wanted}")
@@ -402,6 +430,15 @@ def _of_te(te: _te.Settings) -> Recipe:
         dy_t=dataclasses.replace(dy, **of_wgrad),
         x_t=dataclasses.replace(x, **of_wgrad),
     )
+
+
+def _mxfp8(backward_override: str | None = None) -> Recipe:
+    """MXFP8 in every product, or in fprop alone beside a backward pass in the dtype of x."""
+    cast = Cast(format="mxfp8")
+    if backward_override is not None:
+        backward: Operand = DEQUANTIZED if backward_override == "dequantized" else None
+        return Recipe(x=cast, w=cast, w_t=backward, x_t=backward)
+    return Recipe(x=cast, w=cast, dy=cast, w_t=cast, dy_t=cast, x_t=cast)
 
 
 def _te_preset(**settings: Any) -> Recipe:
@@ -446,6 +483,7 @@ PRESETS: dict[str, Recipe] = {
     "four_over_six_all": _SIX,
     "bf16_backward": _te_preset(backward_override="high_precision"),
     "bf16_forward": _NVIDIA.replace(x=None, w=None),
+    "mxfp8": _mxfp8(),
     "per_token": _PER_TOKEN,
     "per_token_wgrad_bf16": _PER_TOKEN.replace(dy_t=None, x_t=None),
 }
@@ -467,6 +505,7 @@ PRESETS: dict[str, Recipe] = {
   rotated and chosen between two scales. "four_over_six": "nvidia" with 4over6 in the forward pass, whose
   wgrad has rotated copies without it, which TransformerEngine does not combine.
 * "bf16_backward", "bf16_forward": "nvidia" in one of the passes.
+* "mxfp8": TransformerEngine's MXFP8BlockScaling, e4m3 in both directions.
 * "per_token": ours. Each row of every operand has an amax, dgrad multiplies the numbers of the forward
   weight, gradients are rounded stochastically, and the operands of wgrad are rotated.
   "per_token_wgrad_bf16" computes dW in bf16, for models with tokens whose x is tens of times as large as that

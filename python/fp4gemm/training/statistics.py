@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from .. import _checks
+from .._formats import MXFP8, NVFP4
+from ..containers.mxfp8 import MXFP8Tensor
 from ..containers.nvfp4 import NVFP4Tensor
-from ..layout import GROUP_COLUMNS
-from ..quantize import quantize
 from ..reference.hadamard import rotate
 from . import _balance, _copies, functional
 from ._gathered import GatheredWeight
@@ -183,10 +183,10 @@ class StatisticsRecorder:
             forward = recipe.w if operand == "w_t" else recipe.x
             if not isinstance(forward, Cast):
                 raise RuntimeError(f"{operand}: the recipe has no forward copy")
-            source = _quantized(values, -1, forward, recipe, state, offs).dequantize(values.dtype)
+            source = _copies.quantized(values, -1, forward, recipe, state, offs).dequantize(values.dtype)
         if token_scales is not None:
             source, values = (_balance.scaled(t, token_scales) for t in (source, values))
-        copy = _quantized(source, axis, cast, recipe, state, ends)
+        copy = _copies.quantized(source, axis, cast, recipe, state, ends)
         wanted = values.float() if axis == -1 else values.float().mT
         count: Tensor | int = wanted.numel()
         if offs is not None:
@@ -194,30 +194,28 @@ class StatisticsRecorder:
             wanted = torch.where(inside.unsqueeze(1) if axis == -1 else inside, wanted, 0)
             count = offs[-1] * values.shape[1]
         if axis == 0 and ends is not None:
-            wanted = _in_columns(wanted, ends, copy.shape[1])
+            about = NVFP4 if cast.format == "nvfp4" else MXFP8
+            wanted = _in_columns(wanted, ends, copy.shape[1], about.group_columns)
         if cast.hadamard is not None:
             blocks = wanted.reshape(-1, _checks.BLOCK)
             wanted = rotate(blocks, recipe.hadamard_signs, cast.hadamard == "bf16").view(wanted.shape)
         _add(self._sums[name, operand], wanted, copy, count)
 
 
-def _quantized(
-    x: Tensor, axis: int, cast: Cast, recipe: Recipe, state: Tensor | None, offs: Tensor | None
-) -> NVFP4Tensor:
-    options = _copies.keywords(cast, cast.hadamard, recipe.hadamard_signs, state)
-    options |= {"axis": axis, "offs": offs}
-    made: NVFP4Tensor = quantize(x, **options)
-    return made
+def _is_largest(copy: NVFP4Tensor | MXFP8Tensor) -> Tensor:
+    """Whether each element has the largest magnitude of its format, 6 or 448."""
+    if isinstance(copy, MXFP8Tensor):
+        return copy.values.view(torch.uint8) & 0x7F == 0x7E
+    low, high = (codes & 7 == 7 for codes in (copy.codes, copy.codes >> 4))
+    return torch.stack((low, high), -1).flatten(-2)
 
 
-def _add(sums: Tensor, wanted: Tensor, copy: NVFP4Tensor, count: Tensor | int) -> None:
+def _add(sums: Tensor, wanted: Tensor, copy: NVFP4Tensor | MXFP8Tensor, count: Tensor | int) -> None:
     """Add the numbers of one operand; nothing is read from the device."""
     got = copy.dequantize(torch.float32)
-    low, high = (codes & 7 == 7 for codes in (copy.codes, copy.codes >> 4))
-    is_largest = torch.stack((low, high), -1).flatten(-2)
     magnitudes = wanted.abs()
     # A value at the end of its block's range may exceed what dequantize returns by a rounding or two.
-    is_saturated = is_largest & (magnitudes > got.abs() * (1 + 2**-20))
+    is_saturated = _is_largest(copy) & (magnitudes > got.abs() * (1 + 2**-20))
     numbers = (
         ((got == 0) & (wanted != 0)).sum(dtype=torch.float64),
         is_saturated.sum(dtype=torch.float64),
@@ -229,11 +227,14 @@ def _add(sums: Tensor, wanted: Tensor, copy: NVFP4Tensor, count: Tensor | int) -
     sums[5] = torch.maximum(sums[5], magnitudes.amax().double())
 
 
-def _in_columns(rows: Tensor, offs: Tensor, width: int) -> Tensor:
-    """The columns (k, m) of groups in the places where quantize(axis=0, offs=offs) puts them, (k, width)."""
+def _in_columns(rows: Tensor, offs: Tensor, width: int, step: int) -> Tensor:
+    """The columns (k, m) of groups in the places where the quantizers put them, (k, width).
+
+    Each group begins at a multiple of step.
+    """
     ends = offs.to(torch.int64)
     sizes = torch.diff(ends, prepend=ends.new_zeros(1))
-    padded = (sizes + GROUP_COLUMNS - 1) // GROUP_COLUMNS * GROUP_COLUMNS
+    padded = (sizes + step - 1) // step * step
     shift = (padded.cumsum(0) - padded) - (ends - sizes)
     column = torch.arange(rows.shape[1], device=rows.device)
     group = torch.searchsorted(ends, column, right=True)
