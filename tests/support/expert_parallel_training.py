@@ -22,10 +22,13 @@ RANKS = 4
 D, HIDDEN, EXPERTS, TOP_K, MAX_TOKENS = 64, 96, 8, 3, 7
 TOKENS = {"ragged": (5, 0, 7, 1), "full": (7, 7, 7, 7)}
 _ROW = training.Cast()
+_MXFP8 = training.Cast(format="mxfp8")
 RECIPES = {
     "te_per_token": training.PRESETS["te_per_token"],
     "rowwise": training.PRESETS["te_per_token"].replace(x=_ROW, x_t=training.Cast(source="rowwise")),
     "row_scaled_dequantized": training.PRESETS["row_scaled_dequantized"],
+    "mxfp8": training.PRESETS["mxfp8"],
+    "mxfp8 dequantized": training.Recipe(x=_MXFP8, w=_MXFP8, w_t="dequantized", x_t="dequantized"),
     "bf16": training.PRESETS["bf16"],
 }
 RECIPES["balanced"] = RECIPES["rowwise"].replace(balance_tokens=True)
