@@ -104,6 +104,38 @@ def test_a_checkpoint_without_exceptions_has_no_list(tmp_path: Path) -> None:
     assert "modules_to_not_convert" not in config["quantization_config"]
 
 
+def test_layers_at_both_ends_stay(tmp_path: Path) -> None:
+    """The config has their prefixes too, as that of miles."""
+    config = {**LLAMA, "num_hidden_layers": 4}
+    tensors = llama(4)
+    tensors["model.layers.4.mlp.down_proj.weight"] = torch.ones(32, 64).bfloat16()  # no layer of the model
+    source = save(tmp_path / "a", tensors, config=config)
+    given = ["convert", str(source), str(tmp_path / "b"), "--format", "mxfp8", "--device", "cpu"]
+    assert main([*given, "--bf16-first", "2", "--bf16-last", "1"]) == 0
+    made = load(tmp_path / "b")
+    packed_in = {name.split(".")[2] for name, t in made.items() if t.dtype is torch.float8_e4m3fn}
+    assert packed_in == {"2", "4"}
+    quantization = json.loads((tmp_path / "b" / "config.json").read_text())["quantization_config"]
+    modules = quantization["modules_to_not_convert"]
+    kept = {n.removesuffix(".weight") for n, t in made.items() if n.endswith(".weight") and t.itemsize > 1}
+    assert set(modules) == kept | {f"model.layers.{i}." for i in (0, 1, 3)}
+    report = plan_conversion(source, Packing("mxfp8", bf16_first=2, bf16_last=1))
+    reasons = {entry.name: entry.reason for entry in report.tensors}
+    assert reasons["model.layers.0.mlp.up_proj.weight"] == "one of the first 2 or last 1 layers"
+    with pytest.raises(CheckpointError, match=r"^bf16_first, bf16_last: got 5 and 0, must be at most 4"):
+        plan_conversion(source, Packing("mxfp8", bf16_first=5))
+    del tensors["model.layers.4.mlp.down_proj.weight"]
+    with pytest.raises(CheckpointError, match=r"has no weight outside of the layers that stay"):
+        plan_conversion(save(tmp_path / "c", tensors, config=config), Packing("mxfp8", bf16_first=4))
+
+
+def test_options_that_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"^bf16_last: got 1, must be 0 with format 'mxfp4'$"):
+        Packing(bf16_last=1)
+    with pytest.raises((TypeError, ValueError), match=r"^bf16_first: got -1"):
+        Packing("mxfp8", bf16_first=-1)
+
+
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = save(tmp_path / "a", tensors_of())
     convert(source, tmp_path / "b", Packing("mxfp8"), device="cpu")

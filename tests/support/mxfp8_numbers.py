@@ -31,11 +31,12 @@ def packed(x: Tensor) -> tuple[Tensor, Tensor]:
 def rounded(x: Tensor) -> Tensor:
     """The float64 values of x (..., k) in MXFP8."""
     values, scales = packed(x)
-    wide = values.double().unflatten(-1, (-1, 32)) * 2.0 ** (scales.double() - 127).unsqueeze(-1)
-    return wide.flatten(-2)
+    factors = torch.exp2(scales.double() - 127).repeat_interleave(32, -1)
+    return values.double() * factors
 
 
 def rounded_columns(x: Tensor) -> Tensor:
     """The float64 values of x (m, k) in MXFP8 with blocks along m, which zeros pad to whole blocks."""
     pad = -x.shape[0] % 32
-    return rounded(torch.nn.functional.pad(x, (0, 0, 0, pad)).T.contiguous())[:, : x.shape[0]].T
+    columns = torch.nn.functional.pad(x, (0, 0, 0, pad)).T.contiguous()
+    return rounded(columns)[:, : x.shape[0]].T

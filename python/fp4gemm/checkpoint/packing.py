@@ -30,13 +30,16 @@ class Packing:
             linear layers in MXFP8, as miles writes them.
         scale: how the scale of a block is chosen: of mxfp4 "floor" (None) or "ceil", as of
             :func:`fp4gemm.quantize_mxfp4`; of mxfp8 "ceil" (None), as of :func:`fp4gemm.quantize_mxfp8`.
+        bf16_first, bf16_last: how many layers at the start and at the end stay; 0 with mxfp4.
 
     Raises:
-        ValueError: one of them is no such name.
+        TypeError, ValueError: one of them has another type or value.
     """
 
     format: PackedName = "mxfp4"
     scale: str | None = None
+    bf16_first: int = 0
+    bf16_last: int = 0
 
     def __post_init__(self) -> None:
         _checks.is_one_of("format", self.format, tuple(PACKED))
@@ -44,6 +47,10 @@ class Packing:
         if self.scale is None:
             object.__setattr__(self, "scale", allowed[0])
         _checks.is_one_of("scale", self.scale, allowed)
+        for name in ("bf16_first", "bf16_last"):
+            _checks.is_int(name, getattr(self, name), 0)
+            if getattr(self, name) and not PACKED[self.format].has_layers:
+                raise ValueError(f"{name}: got {getattr(self, name)}, must be 0 with format {self.format!r}")
 
 
 def packed(
@@ -63,6 +70,12 @@ def packed(
     except ValueError as error:
         raise CheckpointError(f"{source.folder}: {error}") from error
     facts = rules.Facts.of(source.config, source.tensors)
+    layers = _layers(source, options, facts)
+    weights = {name for name in weights if not name.startswith(layers)}
+    if not weights:
+        raise CheckpointError(
+            f"{source.folder}: has no weight outside of the layers that stay, must have one"
+        )
     slots: dict[str, list[Slot]] = {shard: [] for shard in source.shards}
     tasks, entries = [], []
     for name, info in source.tensors.items():
@@ -70,6 +83,8 @@ def packed(
             slots[info.file].append(Slot(name, info.dtype, info.shape, info.nbytes))
             tasks.append(Task(name, ((name, None),), {name: info.file}, info.nbytes))
             reason = rules.why_kept(name, info.shape, facts) or about.why_kept(name, info)
+            if not reason:
+                reason = f"one of the first {options.bf16_first} or last {options.bf16_last} layers"
             entries.append(TensorReport.of(info, "float", reason, info.nbytes))
             continue
         made = [Slot.of(*each) for each in about.stored(name, info.shape)]
@@ -82,7 +97,17 @@ def packed(
         tasks.append(Task(name, ((name, None),), writes, info.nbytes, make))
         entries.append(TensorReport.of(info, "quantized", "", sum(slot.nbytes for slot in made)))
     kept = [name for name in source.tensors if name not in weights]
-    return slots, tasks, entries, dict(about.config(kept))
+    return slots, tasks, entries, dict(about.config(kept, layers))
+
+
+def _layers(source: Source, options: Packing, facts: rules.Facts) -> tuple[str, ...]:
+    """The prefixes of the names in the layers that stay."""
+    first, last, count = options.bf16_first, options.bf16_last, facts.num_layers
+    if first + last > count:
+        raise CheckpointError(
+            f"bf16_first, bf16_last: got {first} and {last}, must be at most {count}, the layers of the model"
+        )
+    return tuple(f"{facts.layers}{i}." for i in (*range(first), *range(count - last, count)))
 
 
 def _made(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, cast
 
@@ -257,7 +257,7 @@ def packing(source: Source, options: Packing) -> Work:
         shard: FileLayout.of(shard, made, source.metadata[shard]) for shard, made in slots.items() if made
     }
     config = {**source.config, "quantization_config": about}
-    return Work({"format": options.format, "scale": options.scale}, files, tasks, config, {}, report)
+    return Work(asdict(options), files, tasks, config, {}, report)
 
 
 def _translation(source: Source, format: FormatName, target: FormatName) -> Expanded:

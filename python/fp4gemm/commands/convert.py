@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import re
 import sys
@@ -264,7 +265,8 @@ def _what(options: argparse.Namespace) -> Options | Translation | Packing:
     if given.get("format") in PACKED:
         if options.auto:
             raise ValueError(f"--auto: got with --format {given['format']}, must be absent")
-        others = [name for name in given if name not in ("format", "scale")]
+        of_packing = [field.name for field in dataclasses.fields(Packing)]
+        others = [name for name in given if name not in of_packing]
         if others:
             flag = "--" + others[0].replace("_", "-")
             raise ValueError(f"{flag}: got with --format {given['format']}, must be absent")

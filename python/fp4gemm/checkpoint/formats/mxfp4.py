@@ -6,7 +6,7 @@ Sources: the config.json and the headers of openai/gpt-oss-20b, and ``integratio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import cast
 
 import torch
@@ -102,7 +102,7 @@ def _pack(weight: Tensor, scale: str) -> tuple[Tensor, ...]:
     return torch.stack([codes for codes, _ in made]), torch.stack([scales for _, scales in made])
 
 
-def _config(kept: Iterable[str]) -> Json:
+def _config(kept: Iterable[str], layers: Sequence[str]) -> Json:
     return {"modules_to_not_convert": list(NOT_CONVERTED), "quant_method": "mxfp4"}
 
 
@@ -126,5 +126,6 @@ PACKED_MXFP4 = PackedFormat(
     why_kept=lambda name, info: "",
     stored=_stored,
     pack=_pack,
+    has_layers=False,
     config=_config,
 )

@@ -11,7 +11,7 @@ MXFP8Quantizer of TransformerEngine, whose bits :func:`fp4gemm.quantize_mxfp8` h
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor
 
@@ -72,12 +72,12 @@ def _pack(weight: Tensor, scale: str) -> tuple[Tensor, ...]:
     return made.values.view(weight.shape), scales
 
 
-def _config(kept: Iterable[str]) -> Json:
-    """The config; experts that stay are not named, as in miles."""
+def _config(kept: Iterable[str], layers: Sequence[str]) -> Json:
+    """The config; experts that stay are not named one by one, as in miles."""
     modules = {
         name.removesuffix(WEIGHT) for name in kept if name.endswith(WEIGHT) and ".experts." not in name
     }
-    ordered = sorted(modules, key=_natural)
+    ordered = sorted({*modules, *layers}, key=_natural)
     return {**CONFIG, **({"modules_to_not_convert": ordered} if ordered else {})}
 
 
@@ -93,5 +93,6 @@ MXFP8 = PackedFormat(
     why_kept=_why_kept,
     stored=_stored,
     pack=_pack,
+    has_layers=True,
     config=_config,
 )

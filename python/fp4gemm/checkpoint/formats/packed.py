@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal
 
 from torch import Tensor
@@ -33,7 +33,9 @@ class PackedFormat:
             general rules have it.
         stored: called with the name and the shape of a weight; returns the tensors that it becomes.
         pack: called with a weight and one of scales_by; returns these tensors.
-        config: called with the names of all tensors that are not packed; returns ``quantization_config``.
+        has_layers: whether single layers of the model may stay.
+        config: called with the names of all tensors that are not packed, and the prefixes of the layers that
+            stay, such as ``model.layers.0.``; returns ``quantization_config``.
     """
 
     name: PackedName
@@ -42,7 +44,8 @@ class PackedFormat:
     why_kept: Callable[[str, Described], str]
     stored: Callable[[str, tuple[int, ...]], tuple[Stored, ...]]
     pack: Callable[[Tensor, str], tuple[Tensor, ...]]
-    config: Callable[[Iterable[str]], Json]
+    has_layers: bool
+    config: Callable[[Iterable[str], Sequence[str]], Json]
 
 
 PACKED: dict[PackedName, PackedFormat] = {}  # the package enters every format
