@@ -84,6 +84,8 @@ add = CASES.add
 
 # ---- Cast: one field by itself
 C = "training.Cast"
+add(C, "format", "value", lambda: "mxfp4", VALUE, "got 'mxfp4', must be 'nvfp4' or 'mxfp8'")
+add(C, "format", "type", lambda: None, TYPE, "got None (NoneType), must be 'nvfp4' or 'mxfp8'")
 add(C, "scaling", "value", lambda: "column", VALUE, "got 'column', must be 'row' or 'tensor'")
 add(C, "scaling", "type", lambda: 1, TYPE, "got 1 (int), must be 'row' or 'tensor'")
 add(C, "block", "value", lambda: (1, 32), VALUE, "got (1, 32), must be (1, 16) or (16, 16)")
