@@ -191,7 +191,7 @@ BAD_OPTIONS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "nothing-left": (
         {"exclude": ["model"]},
         CheckpointError,
-        "no weight would be quantized: all 11 tensors",
+        "no weight would be NVFP4, of 11 tensors",
     ),
     "many-layers": (
         {"bf16_first": 1, "bf16_last": 1},

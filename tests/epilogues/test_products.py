@@ -41,6 +41,7 @@ ACTIVATION_OF = {
     "relu2": ep.relu2,
     "swiglu": lambda g, u: ep.silu(g) * u,
     "geglu_tanh": lambda g, u: ep.gelu_tanh(g) * u,
+    "swiglu_limit10": lambda g, u: ep.silu(ep.minimum(g, 10.0)) * ep.clamp(u, -10.0, 10.0),
 }
 
 

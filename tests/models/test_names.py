@@ -117,7 +117,7 @@ def test_a_family_of_experts_is_one_line(
     known = models.save_float(models.float_model("qwen3-moe"), tmp_path / "known")
     tensors, config = models.read(known)
     new = save(tmp_path / "new", renamed(tensors), config=config)
-    with pytest.raises(CheckpointError, match="no weight would be quantized"):
+    with pytest.raises(CheckpointError, match="no weight would be NVFP4"):
         convert(new, tmp_path / "x", Options(experts_only=True))
     monkeypatch.setattr(_names, "EXPERTS", (*_names.EXPERTS, GROK))
     only = Options(experts_only=True)
