@@ -156,10 +156,11 @@ CUTLASS_DEVICE void fill_empty_groups(GroupedArguments<Op> const& args, int cta,
       Op::template finish<1>(
           terms, 1.0f, z, [&](RowVector v, int) { return addend(v, row); },
           [&](ColumnVector v, int) { return addend(v, column); },
-          [&](int) {
-            return epilogue::to_float(
-                terms, static_cast<Out const*>(terms.c)[row_of_d * terms.c_row_stride + column]);
-          });
+          Source{[&](int) {
+                   return epilogue::to_float(
+                       terms, static_cast<Out const*>(terms.c)[row_of_d * terms.c_row_stride + column]);
+                 },
+                 [&](int) { return Place{static_cast<int>(row), static_cast<int>(column), g, true}; }});
       static_cast<epilogue::StoredAs<Out>*>(terms.d)[row_of_d * terms.d_row_stride + column] =
           epilogue::cast_all<Out, 1>(terms, z)[0];
     }

@@ -18,6 +18,26 @@ struct EpilogueTables {
   void const** c = nullptr;
 };
 
+/// The place of an element of the product.
+struct Place {
+  int row;     // of D; in a grouped kernel within the group
+  int column;  // of the product
+  int group;
+  bool exists;  // false: the tile extends beyond the product here
+};
+
+/// What finish gets as `source`: source(i) is the element of C that belongs to z[i], and source.place(i) is
+/// the place of z[i].
+template <class Elements, class Places>
+struct Source {
+  Elements elements;
+  Places places;
+  CUTLASS_DEVICE float operator()(int i) const { return elements(i); }
+  CUTLASS_DEVICE Place place(int i) const { return places(i); }
+};
+template <class Elements, class Places>
+Source(Elements, Places) -> Source<Elements, Places>;
+
 /// The elements that a kernel of CUTLASS stores for one element of D. They are two with a gated epilogue, see
 /// Gated.
 template <class Op>
@@ -139,11 +159,18 @@ struct Finish : fusion::Sm90VisitorImpl<> {
       auto const from = source(cute::_, cute::_, cute::_, epi_m, epi_n);
       auto const at = where(cute::_, cute::_, cute::_, epi_m, epi_n);
       cutlass::Array<float, N> z = acc;
-      Op::template finish<N>(args, alpha, z, row, column, [&](int i) {
+      auto const element = [&](int i) {
         int const of_thread = epi_v * N + i;
         return cute::elem_less(at(of_thread), shape) ? epilogue::to_float(args, Result(from(of_thread)))
                                                      : 0.0f;
-      });
+      };
+      auto const place = [&](int i) {
+        auto const here = at(epi_v * N + i);
+        constexpr int kRow = Op::kSwapped ? 1 : 0;
+        return Place{static_cast<int>(cute::get<kRow>(here)), static_cast<int>(cute::get<1 - kRow>(here)),
+                     static_cast<int>(cute::get<2>(here)), cute::elem_less(here, shape)};
+      };
+      Op::template finish<N>(args, alpha, z, row, column, Source{element, place});
       constexpr int kResults = N / kStoredElements<Op>;
       static_assert(kResults * kStoredElements<Op> == N, "a thread must hold whole pairs of columns");
       auto const results = epilogue::cast_all<Result, kResults>(args, z);
