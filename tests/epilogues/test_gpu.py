@@ -136,9 +136,7 @@ def test_a_dense_and_a_grouped_product_share_a_kernel(hopper: Path, gen: torch.G
 
 def test_pairs_of_ragged_k_are_refused(gen: torch.Generator) -> None:
     offs = torch.tensor([128, 256], dtype=torch.int32, device="cuda")
-    a, b = (
-        fp4gemm.quantize(torch.randn(256, 64, generator=gen).cuda(), axis=0, offs=offs) for _ in range(2)
-    )
+    a, b = (fp4gemm.quantize(torch.randn(256, 64, generator=gen).cuda(), axis=0, offs=offs) for _ in range(2))
     with pytest.raises(NotImplementedError, match="epilogue: takes pairs of columns"):
         fp4gemm.wgrad(a, b, epilogue=examples.gelu_and_mul())
 

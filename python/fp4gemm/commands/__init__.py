@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Protocol
 
-from . import cmake_dir, convert, doctor, include_dir, kernels, report, selftest, tune
+from . import cmake_dir, convert, doctor, epilogue, include_dir, kernels, report, selftest, tune
 
 __all__ = ["COMMANDS", "main"]
 
@@ -30,6 +30,7 @@ COMMANDS: dict[str, Command] = {
     "doctor": doctor,
     "tune": tune,
     "convert": convert,
+    "epilogue": epilogue,
     "cmake-dir": cmake_dir,
     "include-dir": include_dir,
 }

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _checks
+from .. import _checks, _epilogue_library
+from .._epilogue_library import EpilogueLibrary
 from ..epilogues import BoundEpilogue, Epilogue
 from ..epilogues.program import VECTORS, Program
 from ..ops import epilogue as epilogue_ops
@@ -31,8 +32,9 @@ def check_epilogue(
     """Compare an epilogue on a device with the reference, bit for bit, on small problems.
 
     The problems are those of :func:`fp4gemm.self_test`, dense and grouped, with operands of every format that
-    the device multiplies and every output type, except those that GPUs refuse for an epilogue. The tensors of
-    the epilogue hold random numbers. The check runs for seconds and synchronises.
+    the device multiplies and every output type, except those that GPUs refuse for an epilogue. On Blackwell
+    they are those that the library of the epilogue was built for. The tensors of the epilogue hold random numbers. The check runs for seconds and
+    synchronises.
 
     Args:
         epilogue: a function that :func:`fp4gemm.epilogue` has decorated.
@@ -44,7 +46,8 @@ def check_epilogue(
 
     Raises:
         TypeError: epilogue or scalars has another type; a scalar without a default is missing.
-        ValueError, NotImplementedError: as for :func:`fp4gemm.self_test`.
+        ValueError, NotImplementedError: as for :func:`fp4gemm.self_test`; on Blackwell no library of the
+            epilogue is loaded.
     """
     if not isinstance(epilogue, Epilogue):
         raise TypeError(
@@ -61,15 +64,28 @@ def check_epilogue(
     bound = epilogue(**values, **tensors)
     place = selftest.device_to_test(device)
     gen = torch.Generator().manual_seed(SEED)
-    results = [
-        _compared(problem, call, place)
+    calls = [
+        (problem, call)
         for problem in problems()
         for out_dtype in DTYPES
         if (call := _call(bound, problem, out_dtype, gen)) is not None
         and (place.type == "cpu" or not epilogue_ops.gpu_refusal(call))
     ]
+    library = _library(epilogue.program, place)
+    results = [
+        _compared(problem, call, place)
+        for problem, call in calls
+        if library is None or not epilogue_ops.refusal(library, call)
+    ]
     about = ("cpu", "", True) if place.type == "cpu" else _about(place.index)
     return SelfTestReport(about[0], tuple(results), False, *about[1:], f"products with {epilogue.name}")
+
+
+def _library(program: Program, device: torch.device) -> EpilogueLibrary | None:
+    """The library with which a device of Blackwell computes the epilogue; None for other devices."""
+    if device.type == "cpu" or torch.cuda.get_device_capability(device)[0] < epilogue_ops.WITH_LIBRARIES:
+        return None
+    return _epilogue_library.find(program.hash, torch.cuda.get_device_capability(device))
 
 
 def _about(index: int) -> tuple[str, str, bool]:

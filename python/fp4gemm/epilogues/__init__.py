@@ -14,6 +14,7 @@ parameters (Row, Column, Group, Matrix) and the functions that it may call.
 
 from __future__ import annotations
 
+from .._epilogue_library import EpilogueLibrary, load
 from .decorator import BoundEpilogue, Epilogue, epilogue
 from .functions import (
     abs,
@@ -42,6 +43,7 @@ __all__ = [
     "BoundEpilogue",
     "Column",
     "Epilogue",
+    "EpilogueLibrary",
     "Group",
     "Mask",
     "Matrix",
@@ -57,6 +59,7 @@ __all__ = [
     "fma",
     "gelu",
     "gelu_tanh",
+    "load",
     "maximum",
     "minimum",
     "relu",

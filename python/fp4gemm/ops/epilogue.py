@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import _checks, _jit
+from .. import _checks, _epilogue_library, _jit
+from .._epilogue_library import EpilogueLibrary
 from ..epilogues import cpp
 from ..epilogues.program import VECTORS, Program, parse
 from ..reference.chunks import fp32
@@ -21,6 +22,8 @@ from .gemm import GemmCall
 
 __all__ = ["OPERATORS", "EpilogueCall", "check_inputs", "check_terms", "gemm_epilogue", "gpu_refusal"]
 
+WITH_LIBRARIES = 10  # the least major compute capability whose kernels are compiled ahead of time
+_FUNCTION = "fp4gemm.mm"
 DTYPES = _checks.FLOAT_DTYPES  # by their numbers in aux_dtypes, those of fp4gemm_dtype_t
 
 
@@ -226,10 +229,14 @@ def gemm_epilogue_cuda(call: EpilogueCall) -> list[Tensor]:
     Raises:
         NotImplementedError: pairs of columns in groups that are ragged in k.
     """
-    _parsed(call)
+    program, dtypes = _parsed(call)
     if reason := gpu_refusal(call):
         raise NotImplementedError(reason)
     header, form = _generated(call.program)
+    capability = torch.cuda.get_device_capability(call.a.device)
+    if capability[0] >= WITH_LIBRARIES:
+        library = _epilogue_library.find(_hash(call.program), capability)
+        return compute_by_library(library, call, program, form, dtypes)
     return _jit.launch(
         header, list(form), call.inputs, call.scalars, call.aux_dtypes, call.a, call.b, *call[6:]
     )
@@ -243,6 +250,59 @@ def gpu_refusal(call: EpilogueCall) -> str:
             "ragged in k"
         )
     return ""
+
+
+def refusal(library: EpilogueLibrary, call: EpilogueCall) -> str:
+    """Why a library has no kernel for a call, or ""."""
+    here = "for an epilogue in Python on this device"
+    scales = (call.scale_a, call.scale_b)
+    if not all(x is not None and x.dtype in _checks.SCALE_DTYPES for x in scales):
+        return f"a, b: must both be NVFP4 codes with scales {here}"
+    if gemm_ops.is_ragged_k(call.product()):
+        return f"offs: the groups divide k, must divide m {here}"
+    if call.kernel_name is not None:
+        return f"kernel: got {call.kernel_name!r}, must be None {here}"
+    mode = "dense" if call.offs is None else "grouped"
+    if mode not in library.modes:
+        return f"offs: {library.path.name} was built for {library.modes[0]} products alone"
+    if call.out_dtype not in library.dtypes:
+        return f"out_dtype: got {call.out_dtype}, must be {_checks.listing(library.dtypes)} as built"
+    return ""
+
+
+def compute_by_library(
+    library: EpilogueLibrary,
+    call: EpilogueCall,
+    program: Program,
+    form: Sequence[int],
+    dtypes: Sequence[torch.dtype],
+) -> list[Tensor]:
+    """D and auxiliary outputs by a library that was compiled ahead of time, on the device of the operands."""
+    if reason := refusal(library, call):
+        raise NotImplementedError(reason)
+    product = gemm_ops.checked_operands(call.product())
+    shape = gemm_ops.checked_shape(product, call.out_dtype)
+    alpha, bias, device = gemm_ops.check_alpha(product, _FUNCTION), product.bias, product.a.device
+    groups = None if product.offs is None else product.offs.shape[0]
+    if bias is not None:
+        bias = gemm_ops.check_bias(bias, shape[-1], device, _FUNCTION, groups)
+    inputs = check_inputs(program, _names(call), call.inputs, shape, dtypes, product.offs, device, _FUNCTION)
+    out_shape = (shape[0], program.width(shape[1]))
+    if call.c is not None:
+        gemm_ops.check_c(call.c, out_shape, call.out_dtype, device, _FUNCTION)
+    outputs = [product.a.new_empty(out_shape, dtype=dtype) for dtype in dtypes]
+    operands = _epilogue_library.Operands(
+        *(product.a, product.b, product.scale_a, product.scale_b, product.offs, alpha),
+        *(product.alpha_groups, product.alpha_row, product.alpha_col, bias, call.c),
+    )
+    scalars = [gemm_ops.number("scalars", x) for x in call.scalars]
+    _epilogue_library.compute(library, operands, form, inputs, scalars, outputs)
+    return outputs
+
+
+@functools.lru_cache(maxsize=1024)
+def _hash(text: str) -> str:
+    return parse(text).hash
 
 
 @functools.lru_cache(maxsize=1024)
