@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=list(_epilogue_build.MODES),
         help="of products (default: both)",
     )
-    add("--jobs", type=int, default=1, help="kernels to compile at a time, 3 to 6 GB each (default: 1)")
+    add("--jobs", type=int, default=1, help="kernels to compile at a time, several GB each (default: 1)")
 
 
 def run(options: argparse.Namespace) -> int:
