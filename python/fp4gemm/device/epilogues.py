@@ -33,8 +33,8 @@ def check_epilogue(
 
     The problems are those of :func:`fp4gemm.self_test`, dense and grouped, with operands of every format that
     the device multiplies and every output type, except those that GPUs refuse for an epilogue. On Blackwell
-    they are those that the library of the epilogue was built for. The tensors of the epilogue hold random numbers. The check runs for seconds and
-    synchronises.
+    they are those that the library of the epilogue was built for. The tensors of the epilogue hold random
+    numbers. The check runs for seconds and synchronises.
 
     Args:
         epilogue: a function that :func:`fp4gemm.epilogue` has decorated.
