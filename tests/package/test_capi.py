@@ -118,6 +118,8 @@ def plain(value: object) -> object:
     """A field as numbers, to compare; of a pointer to pointers whether it is null."""
     if isinstance(value, ctypes.Structure):
         return [plain(getattr(value, name)) for name, *_ in value._fields_]
+    if isinstance(value, ctypes.Array):
+        return [plain(item) for item in value]
     return bool(value) if isinstance(value, ctypes._Pointer) else value
 
 
@@ -127,7 +129,7 @@ def test_macros_set_what_the_structs_here_have(language: str, tmp_path: Path) ->
     compiler, standard = {"c": ("cc", "-std=c99"), "cpp": ("c++", "-std=c++17")}[language]
     if shutil.which(compiler) is None:
         pytest.skip(f"no {compiler}")
-    names = re.findall(r"#define (\w+_ARGS)_INIT", header())
+    names = re.findall(r"#define (\w+_ARGS|FP4GEMM_GENERATED)_INIT", header())
     structs = initialized()
     assert sorted(name.replace("_", "").lower() for name in names) == sorted(structs)
     lines = [
