@@ -135,7 +135,8 @@ def rows_are_aligned(name: str, x: Tensor) -> None:
     A row must start at a multiple of ALIGN_BYTES.
     """
     rows, columns = math.prod(x.shape[:-1]), x.shape[-1]
-    if columns > 1 and x.stride(-1) != 1:
+    # Without rows, contiguous() leaves the strides of an expanded tensor as they are.
+    if columns > 1 and (_is_symbolic(rows) or rows > 0) and x.stride(-1) != 1:
         raise ValueError(f"{name}: stride along a row is {x.stride(-1)}, must be 1 (use .contiguous())")
     # A single row has no next row, so torch may report any stride for it. A symbolic number of rows is not
     # compared with 1, because torch.export would then require two rows or more.

@@ -92,7 +92,7 @@ def test_containers_give_what_they_hold(shape: tuple[int, ...]) -> None:
 
 
 def test_layers_give_their_buffers() -> None:
-    layer = nn.Linear.from_float(torch.nn.Linear(32, 16), weight_method="four-over-six")
+    layer = nn.Linear.from_float(torch.nn.Linear(32, 16), method="four-over-six")
     held = layer._operand_parts()
     assert same(held, (layer.weight_codes, layer.weight_scales, layer.weight_amax, 256, 0, layer.bias))
     layer.prepack()
