@@ -19,9 +19,10 @@ void test_table() {
     std::string const operand = info.operand;
     // The table has kernels of both kinds for FP8 tokens, whose sums are promoted or not.
     bool const is_fast = operand == "prepacked_fp8" && std::strstr(info.name, "_fast_") != nullptr;
-    std::string const variant = operand.rfind("prepacked", 0) == 0 ? operand + (is_fast ? "_fast_" : "_")
-                                : info.is_swapped != 0             ? "swapped_"
-                                                                   : "";
+    bool const names_operand = operand.rfind("prepacked", 0) == 0 || operand == "mxfp8";
+    std::string const variant = names_operand          ? operand + (is_fast ? "_fast_" : "_")
+                                : info.is_swapped != 0 ? "swapped_"
+                                                       : "";
     std::snprintf(expected, sizeof(expected), "sm%d_%s_%dx%dx%d_c%dx%d_%s%s_%s", info.arch, info.mode,
                   info.tile_m, info.tile_n, info.tile_k, info.cluster_m, info.cluster_n, variant.c_str(),
                   info.epilogue, kDtypeNames[info.out_dtype]);
