@@ -27,6 +27,7 @@ def test_with_the_oldest_transformers() -> None:
         pytest.skip(f"{FOLDER} does not exist; `make test` installs it")
     path = os.pathsep.join([str(FOLDER), *filter(None, [os.environ.get("PYTHONPATH")])])
     arguments = ["-q", "-p", "no:cacheprovider", "tests/integrations"]
+    arguments += ["--ignore=tests/integrations/test_transformers_mxfp8.py"]  # a newer one loads these
     command = [sys.executable, "-m", "pytest", *arguments, "-k", "not oldest", "-m", "not gpu"]
     done = subprocess.run(
         command, cwd=REPO, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True

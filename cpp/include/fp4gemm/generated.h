@@ -1,12 +1,12 @@
 /* A GEMM with an epilogue that is compiled at run time: the same kernels as fp4gemm_gemm, whose epilogue is a
  * formula of the caller's, for devices of compute capability 9.0.
  *
- *   1. Write the formula as a C++ header (cpp/cutlass_evt/epilogue/generated.hpp says what it defines).
- *   2. fp4gemm_generated_source: the source of the kernel that a GEMM needs. It includes the header by the
+ * First write the formula as a C++ header (cpp/cutlass_evt/epilogue/generated.hpp says what it defines).
+ * fp4gemm_generated_source gives the source of the kernel that a GEMM needs, which includes the header by the
  * name "fp4gemm_generated.hpp". Compile it to a cubin for sm_90a, as C++17 and with every function a device
- *      function (NVRTC: -default-device).
- *   3. fp4gemm_generated_load: the handle of the kernel in this process.
- *   4. fp4gemm_gemm_generated. Other GEMMs for which step 2 gives the same text can use the handle.
+ * function (NVRTC: -default-device). fp4gemm_generated_load gives the handle of the kernel in this process,
+ * and fp4gemm_gemm_generated launches it. Other GEMMs for which fp4gemm_generated_source gives the same text
+ * can use the handle.
  */
 #ifndef FP4GEMM_GENERATED_H_
 #define FP4GEMM_GENERATED_H_

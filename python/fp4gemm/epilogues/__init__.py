@@ -6,6 +6,7 @@
     def soft_cap(acc, *, cap):
         return cap * ep.tanh(acc / cap)
 
+    x, w = fp4gemm.quantize(torch.randn(4, 64)), fp4gemm.quantize(torch.randn(32, 64))
     y = fp4gemm.mm(x, w, epilogue=soft_cap(cap=30.0))
 
 :func:`fp4gemm.epilogue` says what the function receives and returns. Here are the annotations of its

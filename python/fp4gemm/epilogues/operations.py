@@ -1,11 +1,11 @@
 """The operations of an epilogue: their definitions in torch, each rounded as the kernels round it.
 
 An operation has float32 numbers (VALUE) and truth values (MASK). Each arithmetic operation rounds once to
-nearest even, and none is contracted with another. These are made of such operations::
+nearest even, and none is contracted with another. These are made of such operations:
 
-    exp(x)   the exponential function of fp4gemm.activations, of x clamped to -87..87
-    tanh(x)  x + x s P(s), s = x x, for |x| < 0.625; else 1 - 2 / (exp(2 |x|) + 1), with the sign of x
-    erf(x)   x + x Q(s) for |x| < 1; else 1 - exp(-t R(t)), t = min(|x|, 4), with the sign of x
+* exp(x): the exponential function of fp4gemm.activations, of x clamped to -87..87
+* tanh(x): x + x s P(s), s = x x, for |x| < 0.625; else 1 - 2 / (exp(2 |x|) + 1), with the sign of x
+* erf(x): x + x Q(s) for |x| < 1; else 1 - exp(-t R(t)), t = min(|x|, 4), with the sign of x
 
 P, Q and R are the polynomials TANH, ERF_SMALL and ERF_LARGE, by Horner's scheme from the highest power, a
 multiplication and an addition for each step. The relative errors of tanh and erf are below 3e-7.
