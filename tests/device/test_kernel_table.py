@@ -171,7 +171,8 @@ def test_what_a_kernel_supports(operand: str, supported: set[str]) -> None:
     pairs = {f"{a} {b}" for a, b in PAIRS if row.supports(a, b)}
     assert pairs == supported
     columns = {f"{a} {b}" for a, b in PAIRS if row.supports(a, b, "k")}
-    assert columns == (set() if operand.startswith("prepacked") else supported)
+    decoded = {"mxfp8 mxfp8"} if operand == "fp16" else set()  # their groups begin at other columns
+    assert columns == (set() if operand.startswith("prepacked") else supported - decoded)
 
 
 def test_kernel_index_out_of_range() -> None:

@@ -9,7 +9,8 @@ from fp4gemm import reference
 from problems import PLAIN, Problem, dense, grouped_ragged_m
 from session import KERNELS, Session, describe, same_bits
 
-FP32 = {k.arch: k.name for k in KERNELS if k.mode == "dense" and k.out_dtype == torch.float32}
+DENSE = [kernel for kernel in KERNELS if (kernel.mode, kernel.operand) == ("dense", "nvfp4")]
+FP32 = {kernel.arch: kernel.name for kernel in DENSE if kernel.out_dtype == torch.float32}
 
 
 @pytest.mark.parametrize("is_grouped", [False, True], ids=["dense", "grouped"])
