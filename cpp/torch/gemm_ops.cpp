@@ -134,8 +134,7 @@ struct Call {
 /// rows of all groups equally far apart.
 int64_t row_stride(char const* name, Tensor const& t, int64_t rows, int64_t columns) {
   int64_t const dims = t.dim();
-  STD_TORCH_CHECK(columns <= 1 || t.stride(dims - 1) == 1, name, ": stride along n is ", t.stride(dims - 1),
-                  ", must be 1");
+  check_unit_stride(name, t, "n");
   bool const several = dims == 3 && t.size(0) > 1;  // then the stride matters for a single row too
   int64_t const stride = columns > 0 && (rows > 1 || (rows == 1 && several)) ? t.stride(dims - 2) : columns;
   if (several && rows > 0 && columns > 0) {

@@ -66,7 +66,7 @@ inline fp4gemm_hadamard_t hadamard_of(QuantizeOptions const& options) {
 template <class Args>
 void set_input(Args& args, Tensor const& x, int64_t step = 16) {
   STD_TORCH_CHECK(x.dim() == 2, "x: has ", x.dim(), " dimensions, must have 2");
-  STD_TORCH_CHECK(x.stride(1) == 1, "x: stride along k is ", x.stride(1), ", must be 1");
+  check_unit_stride("x", x, "k");
   args.m = x.size(0);
   args.k = x.size(1);
   STD_TORCH_CHECK(args.k > 0 && args.k % step == 0, "x: k is ", args.k, ", must be a positive multiple of ",

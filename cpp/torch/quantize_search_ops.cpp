@@ -10,7 +10,7 @@ std::tuple<Tensor, Tensor, Tensor> quantize_searched(Tensor const& x, std::optio
                                                      int64_t block_rows, int64_t e4m3_max, bool fp8_operand) {
   int32_t const device = x.get_device_index();
   check_dims("x", x, 2);
-  STD_TORCH_CHECK(x.stride(1) == 1, "x: stride along k is ", x.stride(1), ", must be 1");
+  check_unit_stride("x", x, "k");
   fp4gemm_quantize_searched_args_t args = FP4GEMM_QUANTIZE_SEARCHED_ARGS_INIT;
   args.m = x.size(0);
   args.k = x.size(1);

@@ -39,7 +39,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> quantize_stack(
   args.x = x.const_data_ptr();
   // The stride of a single row, and that of a single matrix, may be any number.
   args.x_row_stride = args.m > 1 ? x.stride(1) : matrices > 1 ? x.stride(0) : args.k;
-  STD_TORCH_CHECK(x.stride(2) == 1, "x: stride along k is ", x.stride(2), ", must be 1");
+  check_unit_stride("x", x, "k");
   STD_TORCH_CHECK(matrices <= 1 || x.stride(0) == args.m * args.x_row_stride, "x: stride along matrices is ",
                   x.stride(0), ", must be ", args.m * args.x_row_stride);
   args.x_dtype = dtype_of("x", x.scalar_type());

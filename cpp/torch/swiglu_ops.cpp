@@ -12,8 +12,7 @@ int64_t row_stride_of(char const* name, Tensor const& x, Tensor const& gate, int
   check_dtype(name, x, gate.scalar_type());
   check_device(name, x, device);
   check_shape(name, x, gate.size(0), gate.size(1));
-  STD_TORCH_CHECK(x.size(1) <= 1 || x.stride(1) == 1, name, ": stride along f is ", x.stride(1),
-                  ", must be 1");
+  check_unit_stride(name, x, "f");
   return x.size(0) > 1 ? x.stride(0) : x.size(1);  // the stride of a single row may be any number
 }
 

@@ -87,6 +87,14 @@ inline void check_dims(char const* name, Tensor const& tensor, int64_t dims) {
   STD_TORCH_CHECK(tensor.dim() == dims, name, ": has ", tensor.dim(), " dimensions, must have ", dims);
 }
 
+/// The last dimension, `axis` in messages, has unit stride. Without elements, or with one element in it, its
+/// stride may be any number: torch keeps the zero strides of an expanded tensor that is empty.
+inline void check_unit_stride(char const* name, Tensor const& tensor, char const* axis) {
+  int64_t const last = tensor.dim() - 1;
+  STD_TORCH_CHECK(tensor.size(last) <= 1 || tensor.numel() == 0 || tensor.stride(last) == 1, name,
+                  ": stride along ", axis, " is ", tensor.stride(last), ", must be 1");
+}
+
 /// A contiguous matrix on the device.
 inline void check_matrix(char const* name, Tensor const& tensor, ScalarType type, int32_t device) {
   check_dims(name, tensor, 2);
