@@ -22,14 +22,14 @@ STYLE = """
   .a { fill: #0969da; } .b { fill: #bc4c00; } .c { fill: #1a7f37; }
   .la, .lb { fill: none; stroke-width: 2.5; } .la { stroke: #0969da; } .lb { stroke: #bc4c00; }
   .pa { fill: #ddf4ff; stroke: #0969da; } .pb { fill: #fff1e5; stroke: #bc4c00; }
-  .pc { fill: #dafbe1; stroke: #1a7f37; }
+  .pc { fill: #dafbe1; stroke: #1a7f37; } .pd { fill: #eaeef2; stroke: #59636e; }
   @media (prefers-color-scheme: dark) {
     .back { fill: #161b22; } .ink { fill: #e6edf3; } .dim { fill: #9198a1; }
     .line { stroke: #9198a1; } .grid { stroke: #3d444d; }
     .a { fill: #58a6ff; } .b { fill: #f0883e; } .c { fill: #3fb950; }
     .la { stroke: #58a6ff; } .lb { stroke: #f0883e; }
     .pa { fill: #0c2d6b; stroke: #58a6ff; } .pb { fill: #4d2d00; stroke: #f0883e; }
-    .pc { fill: #0f3a1d; stroke: #3fb950; }
+    .pc { fill: #0f3a1d; stroke: #3fb950; } .pd { fill: #30363d; stroke: #9198a1; }
   }"""
 
 
@@ -184,6 +184,14 @@ def epilogue() -> None:
     )
 
 
+SPEED = {  # the contenders of the picture of speed: name, colour
+    "fp8 merged": ("FP8", "pd"),
+    "fp4gemm W4A16": ("W4A16", "pb"),
+    "fp4gemm W4A8": ("W4A8", "pc"),
+    "fp4gemm W4A4": ("W4A4", "pa"),
+}
+
+
 def speed() -> None:
     """Decode steps of whole models in a CUDA graph, from the kept results."""
     lines = (RESULTS / "h200-models.jsonl").read_text().splitlines()
@@ -191,16 +199,15 @@ def speed() -> None:
     found = {
         (row["model"], row["contender"], row["batch"]): row["ratio"]["bf16 merged"]
         for row in rows
-        if row["role"] == "ours" and "ratio" in row
+        if row["contender"] in SPEED
     }
     models = list(dict.fromkeys(model for model, _, _ in found))
-    contenders = ("fp4gemm W4A4", "fp4gemm W4A16")
-    top, height, width = 62, 170, 290
+    top, height, width, bar = 62, 170, 310, 18
     steps = math.ceil(2 * max(found.values()))  # of the axis, 0.5 each
     upper = steps / 2
     parts = []
     for at, model in enumerate(models[:2]):
-        left = 60 + 375 * at
+        left = 50 + 370 * at
         batches = sorted({batch for name, _, batch in found if name == model})
         parts.append(text(left, 30, f"{model}, a decode step", "ink"))
         for tick in (step / 2 for step in range(steps + 1)):
@@ -209,19 +216,20 @@ def speed() -> None:
             parts.append(text(left - 8, y + 5, f"{tick:g}", "dim", "end"))
         group = width / len(batches)
         for place, batch in enumerate(batches):
-            x = left + group * place
-            parts.append(text(x + group / 2, top + height + 20, str(batch), "dim", "middle"))
-            for side, (contender, look) in enumerate(zip(contenders, ("pa", "pb"), strict=True)):
+            x = left + group * place + (group - bar * len(SPEED)) / 2
+            parts.append(text(left + group * (place + 0.5), top + height + 20, str(batch), "dim", "middle"))
+            for side, (contender, (_, look)) in enumerate(SPEED.items()):
                 value = found[model, contender, batch]
                 tall = height * value / upper
-                parts.append(box(x + group / 2 + (side - 1) * 27 + 1, top + height - tall, 25, tall, look))
-                middle = x + group / 2 + (side - 1) * 27 + 13.5
+                parts.append(box(x + bar * side, top + height - tall, bar - 2, tall, look))
+                middle = x + bar * side + bar / 2 - 1
                 parts.append(text(middle, top + height - tall - 5, f"{value:.1f}", "dim small", "middle"))
         parts.append(text(left + width / 2, top + height + 42, "batch", "dim", "middle"))
     device = rows[0]["device"].removeprefix("NVIDIA ")
-    parts += [box(60, 300, 14, 14, "pa"), text(80, 312, "W4A4", "ink")]
-    parts += [box(140, 300, 14, 14, "pb"), text(160, 312, "W4A16", "ink")]
-    parts.append(text(240, 312, f"times as fast as bf16 (1), on one {device}, {rows[0]['date']}", "dim"))
+    for place, (name, look) in enumerate(SPEED.values()):
+        x = 50 + 88 * place
+        parts += [box(x, 300, 14, 14, look), text(x + 20, 312, name, "ink")]
+    parts.append(text(390, 312, f"times as fast as bf16 (1), on one {device}, {rows[0]['date']}", "dim"))
     svg("speed", "Decode steps of two models: times as fast as bf16, by batch", 760, 330, parts)
 
 
