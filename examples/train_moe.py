@@ -1,13 +1,15 @@
-"""Train a mixture-of-experts language model in bf16 and in NVFP4, and compare the losses.
+"""Train a small language model, with experts or dense, in bf16 and in NVFP4, and compare the losses.
 
     python examples/train_moe.py                                   # minutes on a CPU: bf16, nvidia, per_token
     python examples/train_moe.py --size full --device cuda --seeds 0,1,2 --time-limit 540
     python examples/train_moe.py --size full --device cuda --seeds 0,1,2 --resume   # where it stopped
+    python examples/train_moe.py --size dense --device cuda --seeds 0,1,2,3 --arms ranking --branch 500
 
 The text is the documentation and the sources of the Python packages on this machine; nothing is downloaded.
 An arm is a preset of ``fp4gemm.training``, or a change of one such as ``per_token+2d``. Every arm has the
-same initial weights and the same order of data. Results are JSON lines; ``--picture`` and ``--readme`` draw
-and tabulate them, also without training (``--report``).
+same initial weights and the same order of data. With ``--branch`` a run in bf16 takes the first steps of each
+seed, every arm goes on from its state, and a table says which arms can be told apart. Results are JSON lines;
+``--picture`` and ``--readme`` draw and tabulate them, also without training (``--report``).
 """
 
 from __future__ import annotations
@@ -30,6 +32,14 @@ for folder in (HERE, HERE.parent):
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic with it
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 
+DESCRIPTIONS = {
+    "small": "1.5M parameters",
+    "full": "86M",
+    "small-dense": "0.7M, without experts",
+    "dense": "25M, without experts",
+    "tiny": "for tests",
+}
+BPE_SIZES = ("full", "dense")
 NEEDED = ("torch", "fp4gemm", "numpy", "rich")
 INCOMPLETE = 3  # exit status: the time was up; --resume goes on
 
@@ -45,9 +55,9 @@ if not missing_packages():
     from device_option import pick_device
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-    from train_moe_arms import GROUPS, arm, arm_names
-    from train_moe_loop import Run, arm_order, checkpoint_path
-    from train_moe_model import SIZES, LanguageModel, Size
+    from train_moe_arms import BF16, GROUPS, arm, arm_names
+    from train_moe_loop import Run, arm_order, checkpoint_path, model_of
+    from train_moe_model import SIZES, Size
 
     from bench.measure import machine
     from bench.report import training as report
@@ -58,14 +68,23 @@ def parser() -> argparse.ArgumentParser:
     add = made.add_argument
     main_arms = ", ".join(GROUPS["main"])
     dtypes = "of what is not quantized; auto: bfloat16 on CUDA, float32 on a CPU, where bf16 is slow"
-    add("--size", choices=("small", "full", "tiny"), default="small", help="1.5M parameters, 86M, or a test")
+    add(
+        "--size",
+        choices=tuple(DESCRIPTIONS),
+        default="small",
+        help="; ".join(f"{name}: {what}" for name, what in DESCRIPTIONS.items()),
+    )
     add("--arms", default="main", help=f"with commas between, or {', '.join(GROUPS)}; main: {main_arms}")
     add("--seeds", default="0", help="numbers with commas between")
     add("--steps", type=int, help="of training; otherwise those of the size")
+    add("--branch", type=int, help="the step to which bf16 is trained, and at which all arms begin")
     add("--device", default="auto", help="cpu, cuda, or auto: cuda if fp4gemm runs there")
     add("--dtype", choices=("auto", "bfloat16", "float32"), default="auto", help=dtypes)
     add(
-        "--tokenizer", choices=("auto", "bytes", "bpe"), default="auto", help="auto: bpe for full, else bytes"
+        "--tokenizer",
+        choices=("auto", "bytes", "bpe"),
+        default="auto",
+        help=f"auto: bpe for {' and '.join(BPE_SIZES)}, else bytes",
     )
     add("--out", type=Path, help="the results file; otherwise build/train_moe/SIZE.jsonl")
     add("--checkpoints", type=Path, help="their folder; otherwise beside the results file")
@@ -97,14 +116,15 @@ def size_of(args: argparse.Namespace) -> Size:
 def header_of(
     args: argparse.Namespace, size: Size, corpus: corpora.Corpus, device: torch.device, dtype: torch.dtype
 ) -> dict[str, Any]:
-    """The facts of the results file's first line."""
+    """The facts of the results file's first line. ValueError for an arm that does not go with the size."""
     with torch.device("meta"):
-        model = LanguageModel(size, corpus.vocab, arm("bf16").recipes(size.layers))
+        models = {name: model_of(size, corpus.vocab, arm(name)) for name in (*arm_names(args.arms), BF16)}
     return {
         **machine.describe(device),
         "size": args.size,
         "steps": size.steps,
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "branch": args.branch,
+        "parameters": sum(parameter.numel() for parameter in models[BF16].parameters()),
         "tokens_per_step": size.batch * size.length,
         "model": dataclasses.asdict(size),
         "dtype": str(dtype).removeprefix("torch."),
@@ -122,6 +142,8 @@ def train(args: argparse.Namespace, out: Path, console: Console) -> tuple[report
     began = time.monotonic()
     device, size, names = pick_device(args.device), size_of(args), arm_names(args.arms)
     runs = arm_order(names, seeds_of(args.seeds))
+    if args.branch is not None and not 1 <= args.branch < size.steps:
+        raise ValueError(f"--branch: got {args.branch}, must be from 1 to {size.steps - 1}, below the steps")
     if args.checkpoint_every < 0:
         raise ValueError(f"--checkpoint-every: got {args.checkpoint_every}, must be at least 0")
     if args.time_limit is not None and args.time_limit <= 0:
@@ -133,7 +155,7 @@ def train(args: argparse.Namespace, out: Path, console: Console) -> tuple[report
     )
     tokenizer = args.tokenizer
     if tokenizer == "auto":
-        tokenizer = "bpe" if args.size == "full" else "bytes"
+        tokenizer = "bpe" if args.size in BPE_SIZES else "bytes"
     if tokenizer == "bpe" and importlib.util.find_spec("tokenizers") is None:
         raise ValueError("--tokenizer: bpe needs pip install tokenizers, or give --tokenizer bytes")
     folder = args.checkpoints or out.with_suffix("")
@@ -154,32 +176,56 @@ def train(args: argparse.Namespace, out: Path, console: Console) -> tuple[report
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
                TextColumn("{task.fields[loss]}"))  # fmt: skip
     # A log that is no terminal gets a line for each evaluation in place of the bar.
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+    progress = Progress(*columns, console=console, disable=not console.is_terminal)
+    trunks: set[Path] = set()  # the states of bf16 that this process has made or found complete
+
+    def trained(run: Run, path: Path, last: int | None = None) -> bool:
+        """Train to the step ``last`` or to the end; False if the time was up before it.
+
+        With --resume a state in ``path`` is gone on from. It is written there where the time was up.
+        """
+        what = f"{run.arm.name}, seed {run.seed}"
+        task = progress.add_task(what, total=last or size.steps, loss="")
+        if args.resume and path.exists():
+            run.load(path)
+            say(f"{what}: goes on at step {run.step_number} of {path}")
+
+        def on_step(run: Run) -> None:
+            done = run.step_number
+            text = f"held out {run.evaluations[-1][1]:.4f}" if run.evaluations else ""
+            progress.update(task, completed=done, loss=text)
+            if run.evaluations and run.evaluations[-1][0] == done:
+                say(line_of(run))
+            if args.checkpoint_every and done % args.checkpoint_every == 0 and done < size.steps:
+                run.save(path)
+
+        is_done = run.train(is_time_up, on_step, last)
+        if not is_done:
+            run.save(path)
+            say(f"{what}: stopped at step {run.step_number}, saved in {path}")
+        return is_done
+
+    with progress:
         for name, seed in runs:
             if results.has(name, seed):
                 continue
             if is_time_up():
                 say(f"stopped before {name}, seed {seed}")
                 return results, False
-            task = progress.add_task(f"{name}, seed {seed}", total=size.steps, loss="")
+            trunk = None
+            if args.branch is not None:
+                trunk = checkpoint_path(folder, f"branch-{args.branch}", seed)
+                if trunk not in trunks:
+                    run = Run(size, corpus, arm(BF16, seed), seed, device, dtype)
+                    if not trained(run, trunk, args.branch):
+                        return results, False
+                    run.save(trunk)
+                    trunks.add(trunk)
             run = Run(size, corpus, arm(name, seed), seed, device, dtype)
             path = checkpoint_path(folder, name, seed)
-            if args.resume and path.exists():
-                run.load(path)
-                say(f"{name}, seed {seed}: goes on at step {run.step_number} of {path}")
-
-            def on_step(run: Run, task: Any = task, path: Path = path) -> None:
-                done = run.step_number
-                text = f"held out {run.evaluations[-1][1]:.4f}" if run.evaluations else ""
-                progress.update(task, completed=done, loss=text)
-                if run.evaluations and run.evaluations[-1][0] == done:
-                    say(line_of(run))
-                if args.checkpoint_every and done % args.checkpoint_every == 0 and done < size.steps:
-                    run.save(path)
-
-            if not run.train(is_time_up, on_step):
-                run.save(path)
-                say(f"{name}, seed {seed}: stopped at step {run.step_number}, saved in {path}")
+            if trunk is not None:
+                run.branch(trunk)
+            if not trained(run, path):
                 return results, False
             results.add(run.result())
             path.unlink(missing_ok=True)
@@ -193,7 +239,7 @@ def line_of(run: Run) -> str:
     return (
         f"{run.arm.name}, seed {run.seed}: step {done} of {run.size.steps}, training loss "
         f"{float(run.losses[before:done].mean()):.4f}, held out {run.evaluations[-1][1]:.4f}, "
-        f"{run.seconds:.0f} s, {run.seconds / done:.3f} s a step"
+        f"{run.seconds:.0f} s, {run.seconds / (done - run.first_step):.3f} s a step"
     )
 
 
@@ -211,6 +257,8 @@ def describe(console: Console, runs: Sequence[tuple[str, int]], results: report.
         "arms": f"{', '.join(dict.fromkeys(name for name, _ in runs))}; {len(runs)} runs, {left} to do",
         "results": str(results.path),
     }
+    if header["branch"]:
+        lines["branch"] = f"every arm goes on from the state of bf16 at step {header['branch']}"
     for name, text in lines.items():
         console.print(f"[bold]{name:8}[/bold] {text}", highlight=False, soft_wrap=True)
 
@@ -237,7 +285,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"train_moe: {error}", file=sys.stderr)
         return 1
     if results.rows:
-        print(f"\n{report.table(results)}\n\n{report.cosine_table(results)}")
+        tables = [report.table(results), report.cosine_table(results)]
+        if results.header.get("branch"):
+            tables.append(report.ranking(results))
+        print("\n" + "\n\n".join(tables))
     if not is_complete:
         print("train_moe: the time was up; the same command with --resume goes on")
         return INCOMPLETE

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from fp4gemm.training import PRESETS, Cast, Recipe
 
+MODEL_CHANGES = ("last_bf16", "outliers", "fp8", "jittered")
 OPERANDS = ("x", "w", "dy", "w_t", "dy_t", "x_t")
 BACKWARD = OPERANDS[2:]
 WGRAD = OPERANDS[4:]
@@ -39,7 +40,7 @@ def _backward_only(recipe: Recipe) -> Recipe:
     return _without(("x", "w"))(_each(lambda cast: replace(cast, source="original"), BACKWARD)(recipe))
 
 
-# What each changes in a recipe; the last two change the model in place of the recipe. Some changes of nvidia
+# What each changes in a recipe; the last four change the model in place of the recipe. Some changes of nvidia
 # are presets: no_rht and no_sr, forward_only (bf16_backward) and backward_only (bf16_forward); and
 # per_token+wgrad_bf16 is per_token_wgrad_bf16.
 CHANGES: dict[str, Callable[[Recipe], Recipe]] = {
@@ -62,8 +63,7 @@ CHANGES: dict[str, Callable[[Recipe], Recipe]] = {
     "balanced_rowwise": lambda recipe: replace(
         _each(lambda cast: replace(cast, source="rowwise"), ("x_t",))(recipe), balance_tokens=True
     ),
-    "last_bf16": lambda recipe: recipe,
-    "outliers": lambda recipe: recipe,
+    **dict.fromkeys(MODEL_CHANGES, lambda recipe: recipe),
 }
 VARIANTS = (
     *(f"nvidia+{change}" for change in ("last_bf16", "outliers")),
@@ -76,22 +76,27 @@ GROUPS = {
     "main": (BF16, "nvidia", "per_token"),
     "presets": (BF16, *(name for name in PRESETS if name != BF16)),
     "variants": VARIANTS,
+    # What a run with --branch can rank, and two nulls beside it: arms whose weights are moved by as much as
+    # their rounding to bf16 moves them.
+    "ranking": (
+        *(BF16, f"{BF16}+jittered", f"{BF16}+fp8", "mxfp8", "nvidia", "per_token", "per_token+jittered"),
+        *("per_token+balanced", "per_token_wgrad_bf16"),
+    ),
     "all": (BF16, *(name for name in PRESETS if name != BF16), *VARIANTS),
 }
 
 
 @dataclass(frozen=True)
 class Arm:
-    """A recipe by its name, and what is changed of the model."""
+    """A recipe by its name, and what is changed of the model: some of MODEL_CHANGES."""
 
     name: str
     recipe: Recipe
-    is_last_bf16: bool
-    has_outliers: bool
+    model_changes: frozenset[str]
 
     def recipes(self, layers: int) -> list[Recipe]:
         """The recipe of each block; ``last_bf16`` keeps the last 15 % of them, one at least, in bf16."""
-        kept = max(1, round(0.15 * layers)) if self.is_last_bf16 else 0
+        kept = max(1, round(0.15 * layers)) if "last_bf16" in self.model_changes else 0
         return [self.recipe] * (layers - kept) + [PRESETS[BF16]] * kept
 
 
@@ -108,7 +113,10 @@ def arm(name: str, seed: int = 0) -> Arm:
             recipe = CHANGES[change](recipe)
         except (ValueError, NotImplementedError) as error:
             raise ValueError(f"--arms: {name!r} is refused: {error}") from None
-    return Arm(name, recipe, "last_bf16" in changes, "outliers" in changes)
+    model_changes = frozenset(changes) & frozenset(MODEL_CHANGES)
+    if "fp8" in model_changes and not recipe.is_plain:
+        raise ValueError(f"--arms: {name!r} has fp8 beside {preset!r}, must have it beside {BF16!r}")
+    return Arm(name, recipe, model_changes)
 
 
 def arm_names(text: str) -> list[str]:

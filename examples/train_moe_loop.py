@@ -9,16 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fp4gemm.training import PRESETS, mark_step, update_expert_bias
+from fp4gemm.training import mark_step, update_expert_bias
 from torch import Tensor
 from train_moe_arms import BF16, Arm
 from train_moe_corpus import Batches, Corpus
-from train_moe_model import LanguageModel, Size, add_outliers, initialize, quantized_layers
+from train_moe_model import LanguageModel, Size, add_outliers, in_bf16, initialize, quantized_layers, use_fp8
 
 WARMUP, FINAL_RATE = 0.05, 0.1  # parts of the steps, and of the learning rate
 WEIGHT_DECAY, CLIP = 0.1, 1.0
 EVALUATIONS, HELD_OUT_BATCHES = 8, 16
 HELD_OUT_SEED = 1_000_000  # of the held-out windows; the seeds of arms are below
+JITTER_SEED = 2_000_000  # plus that of the arm
+JITTER = 2.0**-9  # half of the distance of bf16 numbers: as far as rounding to bf16 moves a weight
 
 
 class MasterAdamW:
@@ -54,6 +56,16 @@ class MasterAdamW:
         for master in self.masters:
             master.grad = None
 
+    @torch.no_grad()
+    def jitter(self, seed: int) -> None:
+        """Multiply each number by 1 + JITTER u, with a u of its own that is uniform in [-1, 1]."""
+        generator = torch.Generator().manual_seed(JITTER_SEED + seed)
+        for master in self.masters:
+            u = 2 * torch.rand(master.shape, generator=generator) - 1
+            master.mul_(1 + JITTER * u.to(master.device))
+        torch._foreach_copy_(self.params, self.masters)
+        mark_step()
+
     def state_dict(self) -> dict[str, Any]:
         return {"masters": self.masters, "adam": self.adam.state_dict()}
 
@@ -61,6 +73,14 @@ class MasterAdamW:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         torch._foreach_copy_(self.masters, state["masters"])
         self.adam.load_state_dict(state["adam"])
+
+
+def model_of(size: Size, vocab: int, arm: Arm) -> LanguageModel:
+    """The model of an arm without its outliers. ValueError if the arm does not go with the size."""
+    model = LanguageModel(size, vocab, arm.recipes(size.layers))
+    if "fp8" in arm.model_changes:
+        use_fp8(model)
+    return model
 
 
 class Run:
@@ -75,17 +95,18 @@ class Run:
     ) -> None:
         self.size, self.arm, self.seed, self.device = size, arm, seed, device
         torch.manual_seed(seed)  # stochastic rounding draws from this generator
-        self.recipes = arm.recipes(size.layers)
-        self.model = LanguageModel(size, corpus.vocab, self.recipes)
+        self.model = model_of(size, corpus.vocab, arm)
         initialize(self.model, seed)
         self.model.to(device)
         self.optimizer = MasterAdamW(self.model)
         self.model.to(dtype)
-        if arm.has_outliers:
+        if "outliers" in arm.model_changes:
             add_outliers(self.model)
+        if "jittered" in arm.model_changes:
+            self.optimizer.jitter(seed)
         self.batches = Batches(corpus.train, size.length, size.batch, device)
         self.held_out = Batches(corpus.held_out, size.length, size.batch, device)
-        self.step_number = 0
+        self.first_step = self.step_number = 0
         self.losses = torch.zeros(size.steps, device=device)
         self.evaluations: list[tuple[int, float]] = []
         self.seconds = 0.0
@@ -107,7 +128,8 @@ class Run:
         loss.backward()
         self.losses[self.step_number] = loss.detach()
         self.optimizer.step(self.learning_rate())
-        update_expert_bias(self.model)
+        if self.size.experts:
+            update_expert_bias(self.model)
         self.step_number += 1
 
     @torch.no_grad()
@@ -120,11 +142,13 @@ class Run:
         self.model.train()
         return float(total) / HELD_OUT_BATCHES
 
-    def train(self, is_time_up: Callable[[], bool], on_step: Callable[[Run], None]) -> bool:
-        """Go on to the last step; False if the time was up before it."""
+    def train(
+        self, is_time_up: Callable[[], bool], on_step: Callable[[Run], None], last: int | None = None
+    ) -> bool:
+        """Go on to step ``last``, or to that of the size; False if the time was up before it."""
         every = math.ceil(self.size.steps / EVALUATIONS)
         began = time.monotonic() - self.seconds
-        while self.step_number < self.size.steps:
+        while self.step_number < (self.size.steps if last is None else last):
             if is_time_up():
                 return False
             self.step()
@@ -150,13 +174,8 @@ class Run:
         The parts are those of train_moe.py's model: qkv, out, w1, w3, w2. The weights are those of this run.
         """
         own = self.gradients()
-        layers = quantized_layers(self.model)
-        recipes = [layer.recipe for _, layer in layers]
-        for _, layer in layers:
-            layer.recipe = PRESETS[BF16]
-        exact = self.gradients()
-        for (_, layer), recipe in zip(layers, recipes, strict=True):
-            layer.recipe = recipe
+        with in_bf16(self.model):
+            exact = self.gradients()
         found: dict[str, list[float]] = {}
         for name, gradient in own.items():
             cosine = torch.cosine_similarity(gradient.flatten(), exact[name].flatten(), dim=0)
@@ -185,6 +204,7 @@ class Run:
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "random": [torch.get_rng_state(), cuda],
+            "first_step": self.first_step,
             "step_number": self.step_number,
             "losses": self.losses,
             "evaluations": self.evaluations,
@@ -200,13 +220,23 @@ class Run:
 
     def load(self, path: Path) -> None:
         """Go on from a state. ValueError if it is that of another run."""
+        self._restore(path, self.arm.name)
+
+    def branch(self, path: Path) -> None:
+        """Begin with the state of the run of bf16 with this seed. ValueError if it is that of another run."""
+        self._restore(path, BF16)
+        self.first_step, self.seconds = self.step_number, 0.0
+        if "jittered" in self.arm.model_changes:
+            self.optimizer.jitter(self.seed)
+
+    def _restore(self, path: Path, arm: str) -> None:
         state = torch.load(path, map_location="cpu", weights_only=True)
-        wanted = [self.arm.name, self.seed, str(self.size)]
+        wanted = [arm, self.seed, str(self.size)]
         if state["of"] != wanted:
             raise ValueError(f"{path}: holds the run {state['of']}, must be {wanted}")
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
-        self.step_number = state["step_number"]
+        self.first_step, self.step_number = state["first_step"], state["step_number"]
         self.losses.copy_(state["losses"])
         self.evaluations = [(step, loss) for step, loss in state["evaluations"]]
         self.seconds = state["seconds"]

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from fp4gemm.training import GroupedLinear, Linear, MoE, Recipe
+from fp4gemm.training import PRESETS, GroupedLinear, Linear, MoE, Recipe
+from fp4gemm.training.moe import FeedForward
 from torch import Tensor, nn
 from torch.nn import functional
+
+from bench.baselines import fp8
 
 
 @dataclass(frozen=True)
 class Size:
-    """Sizes of a model and of its batches; dim and expert_dim are multiples of 32."""
+    """Sizes of a model and of its batches; dim and expert_dim are multiples of 32.
+
+    Without experts each block has one SwiGLU of expert_dim.
+    """
 
     dim: int
     layers: int
@@ -31,6 +40,9 @@ SIZES = {
     "tiny": Size(64, 2, 2, 4, 2, 64, 64, 8, 20, 4e-3, 4 << 20),  # for tests
     "small": Size(128, 3, 4, 8, 2, 128, 128, 2, 200, 4e-3, 16 << 20),
     "full": Size(512, 6, 8, 16, 2, 512, 512, 64, 1500, 1e-3, 256 << 20),
+    # Without experts: for MXFP8, which has no wgrad of experts on Hopper, and for FP8.
+    "small-dense": Size(128, 3, 4, 0, 0, 384, 128, 2, 200, 4e-3, 16 << 20),
+    "dense": Size(512, 6, 8, 0, 0, 1536, 512, 64, 800, 1e-3, 128 << 20),
 }
 
 
@@ -65,12 +77,16 @@ class Block(nn.Module):
         super().__init__()
         self.attention_norm = nn.RMSNorm(size.dim, eps=1e-5)
         self.attention = Attention(size.dim, size.heads, recipe)
-        self.moe_norm = nn.RMSNorm(size.dim, eps=1e-5)
-        self.moe = MoE(size.dim, size.expert_dim, size.experts, top_k=size.top_k, recipe=recipe)
+        self.mlp_norm = nn.RMSNorm(size.dim, eps=1e-5)
+        self.mlp: MoE | FeedForward
+        if size.experts:
+            self.mlp = MoE(size.dim, size.expert_dim, size.experts, top_k=size.top_k, recipe=recipe)
+        else:
+            self.mlp = FeedForward(size.dim, size.expert_dim, recipe=recipe)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x))
-        return x + self.moe(self.moe_norm(x))
+        return x + self.mlp(self.mlp_norm(x))
 
 
 class LanguageModel(nn.Module):
@@ -93,6 +109,70 @@ class LanguageModel(nn.Module):
             x = block(x)
         logits = functional.linear(self.norm(x), self.embedding.weight)
         return functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+
+class FP8Linear(Linear):
+    """A layer whose three products are in FP8: e4m3, with a scale for each row of the six operands.
+
+    This is the recipe "rowwise" of torchao. ``is_fp8`` is False for products in bf16.
+    """
+
+    is_fp8 = True
+
+    def forward(self, input: Tensor) -> Tensor:
+        y: Tensor
+        if not self.is_fp8:
+            y = super().forward(input)
+            return y
+        rows = input.reshape(-1, input.shape[-1])
+        y = _FP8Product.apply(rows, self.weight)
+        return y.view(*input.shape[:-1], -1)
+
+
+class _FP8Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return _fp8_product(x, weight, use_fast_accum=True)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        # As TransformerEngine does, gradients are summed in float32, and only y in the tensor cores.
+        dx = _fp8_product(dy, weight.t(), use_fast_accum=False)
+        return dx, _fp8_product(dy.t(), x.t(), use_fast_accum=False)
+
+
+def _fp8_product(a: Tensor, b: Tensor, use_fast_accum: bool) -> Tensor:
+    """a (m, k) times the transpose of b (n, k), of the dtype of a."""
+    a_q, b_q = (fp8.quantize(t.contiguous()) for t in (a, b))
+    return fp8.multiply(a_q, b_q, use_fast_accum).to(a.dtype)
+
+
+def use_fp8(model: nn.Module) -> None:
+    """Compute the products of every layer that has a recipe in FP8. ValueError for a model with experts."""
+    for name, layer in quantized_layers(model):
+        if not isinstance(layer, Linear):
+            raise ValueError(f"--arms: fp8 needs a size without experts, as dense, but {name} has experts")
+        layer.__class__ = FP8Linear
+
+
+@contextmanager
+def in_bf16(model: nn.Module) -> Iterator[None]:
+    """Compute the products of every layer that has a recipe in bf16, for as long as the context lasts."""
+    layers = [layer for _, layer in quantized_layers(model)]
+    recipes = [layer.recipe for layer in layers]
+    for layer in layers:
+        layer.recipe = PRESETS["bf16"]
+        if isinstance(layer, FP8Linear):
+            layer.is_fp8 = False
+    try:
+        yield
+    finally:
+        for layer, recipe in zip(layers, recipes, strict=True):
+            layer.recipe = recipe
+            if isinstance(layer, FP8Linear):
+                layer.is_fp8 = True
 
 
 @torch.no_grad()

@@ -151,7 +151,7 @@ def _prepared(
     recipes = {}
     for name in arms:
         arm = arm_of.arm(name)
-        if arm.has_outliers or arm.is_last_bf16:
+        if arm.model_changes:
             raise ValueError(f"--arms: {name!r} changes the model, must change the recipe alone")
         recipes[name] = arm.recipe
     corpus = corpora.load("bytes", CORPUS_BYTES, ROOT / "build" / "gradients" / "corpus.pt")

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from .readme import WIDTH, marks
 from .tables import table_lines
 
-BLOCK = "bench training"
+BLOCK, RANKING_BLOCK = "bench training", "bench training ranking"  # of runs without and with --branch
 NEEDED = ("arm", "seed", "loss", "losses", "held_out", "cosines", "seconds")
 # What runs must share to be compared, and so to be in one file.
-SAME = ("size", "steps", "tokenizer", "corpus", "dtype", "device", "fp4gemm", "torch")
-BASELINE = "bf16"
+SAME = ("size", "steps", "branch", "tokenizer", "corpus", "dtype", "device", "fp4gemm", "torch")
+BASELINE, JITTERED = "bf16", "+jittered"
+LAST = 50  # steps whose training loss is compared in a ranking
+# The 97.5 % points of Student's t with 1, 2, ... degrees of freedom.
+T = (
+    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
+    *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
+)
 SMOOTHED = 0.02  # part of the steps over which the picture averages
 
 Row = dict[str, Any]
@@ -134,6 +141,110 @@ def table(results: Results) -> str:
     return "\n".join([where, "", *table_lines(headings, body)])
 
 
+class Interval(NamedTuple):
+    """A mean of paired differences over seeds with the half of its 95 % confidence interval."""
+
+    mean: float
+    half: float  # infinite with one seed
+    seeds: int
+
+    def __str__(self) -> str:
+        return f"{self.mean:+.3f}" + (f" ± {self.half:.3f}" if self.seeds > 1 else "")
+
+
+def last_loss(row: Row) -> float:
+    """The mean training loss of the last steps."""
+    loss: float = statistics.mean(row["losses"][-LAST:])
+    return loss
+
+
+def paired(rows: Sequence[Row], arm: str, base: str) -> Interval | None:
+    """By how many percent the last training loss of an arm is above that of another one; None without seeds.
+
+    Both arms had the same state at the branch, and then the same batches. The interval is Student's over the
+    seeds: what the seeds change, the data and the trajectory, is what another run would change too. The
+    differences of single steps of a run are no independent draws of it.
+    """
+    found = {
+        name: {row["seed"]: last_loss(row) for row in rows if row["arm"] == name} for name in (arm, base)
+    }
+    seeds = [seed for seed in found[arm] if seed in found[base]]
+    differences = [100 * (found[arm][seed] / found[base][seed] - 1) for seed in seeds]
+    if not seeds:
+        return None
+    if len(seeds) == 1:
+        return Interval(differences[0], math.inf, 1)
+    quantile = T[min(len(seeds) - 1, len(T)) - 1]
+    half = quantile * statistics.stdev(differences) / math.sqrt(len(seeds))
+    return Interval(statistics.mean(differences), half, len(seeds))
+
+
+def nulls(rows: Sequence[Row]) -> dict[str, Interval]:
+    """What an arm with jittered weights, the key, differs from the same arm without: the noise of a run."""
+    arms = dict.fromkeys(row["arm"] for row in rows if row["arm"].endswith(JITTERED))
+    found = {arm: paired(rows, arm, arm.removesuffix(JITTERED)) for arm in arms}
+    return {arm: interval for arm, interval in found.items() if interval is not None}
+
+
+def is_told(difference: Interval, of_nulls: Sequence[Interval]) -> bool:
+    """Whether an interval lies beyond 0 and beyond both ends of each null's interval."""
+    bound = max((abs(null.mean) + null.half for null in of_nulls), default=math.inf)
+    return abs(difference.mean) - difference.half > bound
+
+
+def ranking(results: Results) -> str:
+    """The last training loss of each arm beside that of bf16, and which pairs of recipes can be told apart.
+
+    Two arms are told apart if the interval of their difference excludes 0 and lies outside of the intervals
+    of all nulls.
+    """
+    rows, header = results.rows, results.header
+    arms = list(dict.fromkeys(row["arm"] for row in rows))
+    of_nulls = nulls(rows)
+    intervals = list(of_nulls.values())
+    body = []
+    for arm in arms:
+        own = [row for row in rows if row["arm"] == arm]
+        difference = None if arm == BASELINE else paired(rows, arm, BASELINE)
+        verdict = ""
+        if difference is not None and arm not in of_nulls:
+            verdict = "yes" if is_told(difference, intervals) else "no"
+        body.append(
+            (
+                arm,
+                str(len(own)),
+                f"{statistics.mean(map(last_loss, own)):.4f}",
+                "" if difference is None else str(difference),
+                verdict,
+                f"{statistics.mean(row['loss'] for row in own):.4f}",
+                "" if arm == BASELINE else _gap(gaps(rows, arm)),
+                f"{statistics.mean(row['seconds'] for row in own):.0f}",
+            )
+        )
+    headings = (
+        *("arm", "seeds", f"loss, last {LAST}", "minus bf16, %", "told from bf16"),
+        *("held out", "held-out gap, %", "s"),
+    )
+    recipes = [arm for arm in arms if arm != BASELINE and arm not in of_nulls]
+    pairs = [(a, b, paired(rows, a, b)) for i, b in enumerate(recipes) for a in recipes[i + 1 :]]
+    told: list[str] = []
+    untold: list[str] = []
+    for a, b, of_pair in pairs:
+        if of_pair is not None:
+            (told if is_told(of_pair, intervals) else untold).append(f"{a} minus {b} {of_pair}")
+    of_jitter = [f"{arm} minus {arm.removesuffix(JITTERED)} {null}" for arm, null in of_nulls.items()]
+    where = f"{_where(header)} All arms begin with the state of bf16 at step {header['branch']}."
+    found = [textwrap.fill(where, WIDTH, break_on_hyphens=False), "", *table_lines(headings, body), ""]
+    for what, some in (
+        ("The nulls", of_jitter),
+        ("Recipes that can be told apart", told),
+        ("Recipes that cannot be told apart", untold),
+    ):
+        listed = f"{what}, in percent: {'; '.join(some) or 'none'}."
+        found += [textwrap.fill(listed, WIDTH, break_on_hyphens=False, break_long_words=False), ""]
+    return "\n".join(found[:-1])
+
+
 def cosine_table(results: Results) -> str:
     """For each arm and each block: the cosine of the gradients to those of bf16, the mean over its layers."""
     body = []
@@ -147,14 +258,16 @@ def cosine_table(results: Results) -> str:
 
 
 def into(paths: Sequence[Path], results: Results) -> None:
-    """Put the table between its marks in these files; ValueError for a file without them."""
-    begin, end = marks(BLOCK)
+    """Put the table, or the ranking, between its marks in these files; ValueError for a file without them."""
+    is_ranking = bool(results.header.get("branch"))
+    begin, end = marks(RANKING_BLOCK if is_ranking else BLOCK)
+    made = ranking(results) if is_ranking else table(results)
     for path in paths:
         text = path.read_text(encoding="utf-8")
         if (text.count(begin), text.count(end)) != (1, 1) or text.index(begin) > text.index(end):
             raise ValueError(f"--readme: {path} must hold one {begin} and after it one {end}")
         before, after = text[: text.index(begin)], text[text.index(end) :]
-        path.write_text(f"{before}{begin}\n{table(results)}\n{after}", encoding="utf-8")
+        path.write_text(f"{before}{begin}\n{made}\n{after}", encoding="utf-8")
 
 
 def draw(results: Results, path: Path) -> None:

@@ -24,12 +24,22 @@ import train_moe_corpus as corpora  # noqa: E402
 import train_moe_loop  # noqa: E402
 from fp4gemm import training  # noqa: E402
 from train_moe_loop import Run  # noqa: E402
-from train_moe_model import LanguageModel, Size, add_outliers, initialize, quantized_layers  # noqa: E402
+from train_moe_model import (  # noqa: E402
+    FP8Linear,
+    LanguageModel,
+    Size,
+    add_outliers,
+    in_bf16,
+    initialize,
+    quantized_layers,
+)
 
+from bench.baselines import fp8  # noqa: E402
 from bench.report import training as report  # noqa: E402
 
 CPU = torch.device("cpu")
 TINY = Size(32, 1, 2, 4, 2, 32, 32, 4, 12, 2e-2, 1 << 20)
+DENSE = replace(TINY, experts=0, top_k=0, expert_dim=64)
 WORDS = b"the quick brown fox jumps over the lazy dog and runs through seven open doors "
 
 
@@ -133,7 +143,7 @@ def test_every_arm_is_a_recipe() -> None:
     assert len(names) == len(set(names)) == len(training.PRESETS) + len(arms.VARIANTS)
     for name in arms.VARIANTS:
         preset = training.PRESETS[name.split("+")[0]]
-        changes_model_only = set(name.split("+")[1:]) <= {"last_bf16", "outliers"}
+        changes_model_only = set(name.split("+")[1:]) <= set(arms.MODEL_CHANGES)
         assert (arms.arm(name).recipe == preset) == changes_model_only, name
     assert arms.arm("nvidia", 5).recipe.seed == 5
 
@@ -165,6 +175,7 @@ def test_changes() -> None:
         ("fp8", "'fp8' begins with 'fp8', must begin with one of bf16, nvidia"),
         ("nvidia+fast", "has the change 'fast', must be one of rht, no_rht"),
         ("te_per_token+2d", "is refused: block: got (16, 16)"),
+        ("nvidia+fp8", "'nvidia+fp8' has fp8 beside 'nvidia', must have it beside 'bf16'"),
     ],
 )
 def test_wrong_arms(name: str, says: str) -> None:
@@ -215,7 +226,7 @@ def test_the_loss_falls(name: str, corpus: corpora.Corpus) -> None:
     assert len(cosines) == 5
     low, high = (1, 1) if name == "bf16" else (0.7, 1)
     assert low <= min(cosines) <= max(cosines) <= high, cosines
-    assert all(block.moe.expert_bias.any() for block in run.model.blocks)
+    assert all(block.mlp.expert_bias.any() for block in run.model.blocks)
 
 
 @pytest.mark.parametrize("name", ["bf16", "nvidia"])
@@ -233,6 +244,139 @@ def test_resumed_equals_uninterrupted(name: str, corpus: corpora.Corpus, tmp_pat
         assert_bits(resumed.model.state_dict()[key], value)
     with pytest.raises(ValueError, match="holds the run"):
         run_of(name, corpus, seed=1).load(tmp_path / "run.pt")
+
+
+# ---- FP8
+
+
+def test_the_products_of_fp8(device: torch.device) -> None:
+    """y, dx and dW are products of e4m3 numbers with a scale for each row of each of the six operands."""
+    gen = torch.Generator().manual_seed(0)
+    layer = FP8Linear(96, 64, bias=False, recipe="bf16", device=device, dtype=torch.bfloat16)
+    x = torch.randn(2, 64, 96, generator=gen).to(device, torch.bfloat16).requires_grad_()
+    dy = torch.randn(2, 64, 64, generator=gen).to(device, torch.bfloat16)
+    y = layer(x)
+    y.backward(dy)
+
+    def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        a_q, b_q = (fp8.formula(t.flatten(0, -2)).dequantize().double() for t in (a, b))
+        return a_q @ b_q.t()
+
+    rows, dy_rows, weight = x.detach().flatten(0, 1), dy.flatten(0, 1), layer.weight.detach()
+    for name, got, a, b in (
+        ("y", y, rows, weight),
+        ("dx", x.grad, dy_rows, weight.t()),
+        ("dW", layer.weight.grad, dy_rows.t(), rows.t()),
+    ):
+        want = product(a, b)
+        assert (got.double().view_as(want) - want).norm() < 4e-3 * want.norm(), name  # roundings to bf16
+        plain = a.double() @ b.double().t()
+        assert (want - plain).norm() > 1e-2 * plain.norm(), name
+
+
+def test_arms_of_fp8(corpus: corpora.Corpus) -> None:
+    run = run_of("bf16+fp8", corpus, DENSE)
+    assert all(isinstance(layer, FP8Linear) for _, layer in quantized_layers(run.model))
+    own = run.gradients()
+    with in_bf16(run.model):
+        exact = run.gradients()
+    plain = run_of("bf16", corpus, DENSE).gradients()
+    for name, gradient in own.items():
+        assert_bits(exact[name], plain[name])
+        assert not torch.equal(gradient, exact[name]), name
+    cosines = [value for part in trained(run).cosines().values() for value in part]
+    assert 0.9 < min(cosines) < max(cosines) < 1
+    with pytest.raises(ValueError, match=r"fp8 needs a size without experts, as dense, but blocks\.0\.mlp"):
+        run_of("bf16+fp8", corpus)
+
+
+# ---- branches
+
+
+def test_a_branch_of_bf16_is_the_run_in_one_piece(corpus: corpora.Corpus, tmp_path: Path) -> None:
+    whole, trunk = trained(run_of("bf16", corpus, DENSE)), run_of("bf16", corpus, DENSE)
+    trunk.train(lambda: False, lambda _: None, 5)
+    trunk.save(tmp_path / "trunk.pt")
+    branch, other = (run_of(name, corpus, DENSE) for name in ("bf16", "per_token"))
+    for run in (branch, other):
+        run.branch(tmp_path / "trunk.pt")
+        assert (run.step_number, run.first_step, run.seconds) == (5, 5, 0)
+        trained(run)
+    assert_bits(branch.losses, whole.losses)
+    assert_bits(other.losses[:5], whole.losses[:5])
+    assert not torch.equal(other.losses[5:], whole.losses[5:])
+    assert branch.evaluations == whole.evaluations
+    with pytest.raises(ValueError, match="holds the run"):
+        run_of("bf16", corpus, DENSE, seed=1).branch(tmp_path / "trunk.pt")
+
+
+def test_jitter(corpus: corpora.Corpus, tmp_path: Path) -> None:
+    """Every weight moves by half a step of bf16 at most, from the branch too, and by another one per seed."""
+    trunk = run_of("bf16", corpus, DENSE)
+    trunk.train(lambda: False, lambda _: None, 2)
+    trunk.save(tmp_path / "trunk.pt")
+    for begins_at_trunk in (False, True):
+        plain, moved = (run_of(name, corpus, DENSE) for name in ("bf16", "bf16+jittered"))
+        if begins_at_trunk:
+            for run in (plain, moved):
+                run.branch(tmp_path / "trunk.pt")
+        pairs = zip(plain.model.parameters(), moved.model.parameters(), moved.optimizer.masters, strict=True)
+        for a, b, master in pairs:
+            change = (b.detach() / a.detach() - 1).abs()
+            assert 0.9 * 2**-9 < change.max() < 1.01 * 2**-9
+            assert change.mean() == pytest.approx(2**-10, rel=0.3)
+            assert_bits(b.detach(), master)
+
+
+def rows_of(arm: str, losses: list[float], first: float = 9.0) -> list[dict[str, Any]]:
+    """A row for each seed whose last 50 steps have this loss."""
+    facts = {"held_out": [], "cosines": {"qkv": [1.0]}, "seconds": 1.0}
+    return [
+        {"arm": arm, "seed": seed, "loss": loss, "losses": [first] * 10 + [loss] * 50, **facts}
+        for seed, loss in enumerate(losses)
+    ]
+
+
+def test_ranking(tmp_path: Path) -> None:
+    header = {
+        **dict.fromkeys(("size", "corpus", "date", "torch", "revision", "device", "tokenizer", "dtype"), "?"),
+        "parameters": 0,
+        "steps": 60,
+        "tokens_per_step": 1,
+        "corpus_bytes": 0,
+        "branch": 10,
+    }
+    results = report.Results(tmp_path / "r.jsonl", header)
+    base = [2.0, 4.0, 8.0]
+    results.rows = [
+        *rows_of("bf16", base),
+        *rows_of("bf16+jittered", [x * (1 + d) for x, d in zip(base, (0.002, -0.001, 0.0), strict=True)]),
+        *rows_of("nvidia", [x * 1.01 for x in base], first=1.0),
+        *rows_of("mxfp8", [x * (1 + d) for x, d in zip(base, (0.001, 0.002, 0.003), strict=True)]),
+        *rows_of("per_token", [2.03]),
+    ]
+    interval = report.paired(results.rows, "mxfp8", "bf16")
+    assert interval == (pytest.approx(0.2), pytest.approx(4.303 * 0.1 / 3**0.5, rel=1e-4), 3)
+    assert report.paired(results.rows, "nvidia", "mxfp8").seeds == 3
+    assert report.paired(results.rows, "te_per_token", "bf16") is None
+    text = report.ranking(results)
+    assert "| nvidia | 3 | 4.7133 | +1.000 ± 0.000 | yes |" in text
+    assert "| mxfp8 | 3 | 4.6780 | +0.200 ± 0.248 | no |" in text
+    assert "| per_token | 1 | 2.0300 | +1.500 | no |" in text  # one seed has no interval
+    assert "| bf16+jittered | 3 | 4.6667 | +0.033 ± 0.379 |  |" in text
+    told = " ".join(text.split())
+    assert "The nulls, in percent: bf16+jittered minus bf16 +0.033 ± 0.379." in told
+    assert "can be told apart, in percent: mxfp8 minus nvidia -0.792 ± 0.246." in told
+    assert "cannot be told apart, in percent: per_token minus nvidia +0.495; per_token minus mxfp8" in told
+
+
+def test_an_effect_within_the_null_is_not_told() -> None:
+    null = report.Interval(0.1, 0.2, 3)
+    assert report.is_told(report.Interval(0.5, 0.1, 3), [null])
+    assert report.is_told(report.Interval(-0.5, 0.1, 3), [null])
+    assert not report.is_told(report.Interval(0.35, 0.1, 3), [null])
+    assert not report.is_told(report.Interval(0.5, 0.1, 3), [null, report.Interval(0.0, 0.4, 3)])
+    assert not report.is_told(report.Interval(0.5, 0.1, 3), [])
 
 
 # ---- the command
@@ -289,6 +433,40 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 @pytest.mark.usefixtures("small_world")
+def test_a_ranking_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The clock stops the first run ahead of the branch; the rest has the losses of a run in one piece."""
+    monkeypatch.setitem(train_moe.SIZES, "tiny", DENSE)
+    whole, parts, readme = tmp_path / "whole.jsonl", tmp_path / "parts.jsonl", tmp_path / "R.md"
+    readme.write_text("<!-- bench training ranking: begin -->\n<!-- bench training ranking: end -->\n")
+    arguments = ("--arms", "bf16,bf16+jittered,bf16+fp8", "--steps", "4", "--branch", "3", "--seeds", "0,1")
+    assert command(whole, *arguments, "--readme", str(readme)) == 0
+    assert "All arms begin with the state of bf16 at step 3." in readme.read_text()
+    printed = capsys.readouterr().out
+    assert "branch   every arm goes on from the state of bf16 at step 3" in printed
+    assert "Recipes that cannot be told apart, in percent: none." in printed
+    with monkeypatch.context() as patch:
+        step = Run.step
+
+        def slow(run: Run) -> None:
+            step(run)
+            if run.step_number == 2:
+                patch.setattr(train_moe.time, "monotonic", lambda: float("inf"))
+
+        patch.setattr(Run, "step", slow)
+        assert command(parts, *arguments, "--time-limit", "1000") == train_moe.INCOMPLETE
+    assert [path.name for path in tmp_path.rglob("parts/*.pt")] == ["branch-3-0.pt"]
+    assert command(parts, *arguments, "--resume") == 0
+    printed = capsys.readouterr().out
+    assert "bf16, seed 0: goes on at step 2 of" in printed
+    for a, b in zip(report.Results(whole).rows, report.Results(parts).rows, strict=True):
+        assert {**a, "seconds": 0} == {**b, "seconds": 0}
+    assert command(parts, *arguments[:-4], "--seeds", "0", "--resume") == 1
+    assert "holds results with branch 3, must be None" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("small_world")
 def test_a_time_limit_and_going_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -325,6 +503,9 @@ def test_a_time_limit_and_going_on(
         (["--seeds", "1,x"], "--seeds: got '1,x', must be different numbers"),
         (["--seeds", "1,1"], "--seeds: got '1,1', must be different numbers"),
         (["--steps", "0"], "--steps: got 0, must be at least 1"),
+        (["--steps", "9", "--branch", "9"], "--branch: got 9, must be from 1 to 8, below the steps"),
+        (["--branch", "0"], "--branch: got 0, must be from 1 to 11"),
+        (["--arms", "bf16,bf16+fp8"], "--arms: fp8 needs a size without experts"),
         (["--time-limit", "0"], "--time-limit: got 0.0, must be positive"),
         (["--checkpoint-every", "-1"], "--checkpoint-every: got -1, must be at least 0"),
         (["--device", "tpu"], "tpu"),
