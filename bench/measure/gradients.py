@@ -37,12 +37,16 @@ ARMS = (
     *("te_per_token", "te_per_token_rht", "te_per_token_sr", "te_per_token_rht_sr"),
 )
 
-# dW of each recipe as it is, balanced, without a rotation, and in bf16.
+# Not of a recipe: for the part of the tokens that are the farthest outliers dW is computed in bf16, and added
+# to the product of the quantized other tokens; after the outlier control of TetraJet-v2 (arXiv 2510.27527).
+OUTLIERS_BF16 = {f"+outliers_bf16_{n}": 1 / n for n in (64, 32, 16)}
+# dW of each recipe as it is, balanced, without a rotation, with outliers in bf16, and in bf16.
 TOKEN_ARMS = (
     *("nvidia", "nvidia+balanced", "nvidia_no_rht", "nvidia_no_rht+balanced"),
     *(f"per_token{changes}" for changes in ("", "+balanced", "+balanced_rowwise")),
     *(f"per_token+no_rht{changes}" for changes in ("", "+balanced", "+balanced_rowwise")),
     *("te_per_token", "te_per_token+balanced", "te_per_token_rht", "te_per_token_rht+balanced"),
+    *(f"{arm}{change}" for arm in ("per_token", "te_per_token") for change in OUTLIERS_BF16),
     "per_token_wgrad_bf16",
 )
 # Gaussian tokens, and changes of them: every 32nd token times 64 and its dy divided by 64, as the outliers of
@@ -96,23 +100,49 @@ def token_rows(arms: Sequence[str], size: str, steps: int, device: torch.device)
     """The errors of dW of each arm for the tokens of KINDS.
 
     ``<kind>`` is the norm of the error over that of dW, and ``<kind>_cosine`` the cosine of dW and that of
-    bf16. Those of the model are averaged over its layers.
+    bf16. Those of the model are averaged over its layers. An arm may end with a name of OUTLIERS_BF16.
 
     Args, Raises: as :func:`rows`.
     """
-    recipes, _, _, captured = _prepared(arms, size, steps, device)
+    parts = {name: without_outliers(name) for name in arms}
+    recipes, _, _, captured = _prepared([arm for arm, _ in parts.values()], size, steps, device)
     gaussian = {kind: [_gaussian(kind, device)] for kind in KINDS[:4]}
     of_kinds = gaussian | {"model": captured, "model_outliers": [_with_outliers(step) for step in captured]}
-    for name, recipe in recipes.items():
+    for name, (arm, part) in parts.items():
         row: Row = {"arm": name}
         for kind, of_layers in of_kinds.items():
             errors, cosines = [], []
             for step in of_layers:
-                got, want = _results(*step[:4], recipe)[2], step.results[2]
+                got, want = _weight_gradient(step, recipes[arm], part), step.results[2]
                 errors.append(float((got - want).norm() / want.norm()))
                 cosines.append(float(_cosine(got, want)))
             row |= {kind: sum(errors) / len(errors), f"{kind}_cosine": sum(cosines) / len(cosines)}
         yield row
+
+
+def without_outliers(name: str) -> tuple[str, float]:
+    """The name of an arm without a suffix of OUTLIERS_BF16, and the part of the tokens that it has, or 0."""
+    for suffix, part in OUTLIERS_BF16.items():
+        if name.endswith(suffix):
+            return name.removesuffix(suffix), part
+    return name, 0.0
+
+
+def _weight_gradient(step: Step, recipe: Recipe, part: float) -> Tensor:
+    """dW of a layer by a recipe, with this part of its tokens in bf16.
+
+    The tokens are those whose amax of x or of dy is the largest multiple of its median.
+    """
+    x, offs, weight, dy = step[:4]
+    if part == 0:
+        return _results(x, offs, weight, dy, recipe)[2]
+    amaxes = [t.abs().amax(-1).flatten() for t in (x, dy)]
+    apart = torch.stack([amax / amax.median() for amax in amaxes]).amax(0)
+    chosen = torch.zeros_like(apart)
+    chosen[apart.topk(max(1, round(part * apart.numel()))).indices] = 1
+    chosen = chosen.view(*x.shape[:-1], 1)
+    of_outliers = _results(x * chosen, offs, weight, dy * chosen, PRESETS["bf16"])[2]
+    return _results(x * (1 - chosen), offs, weight, dy * (1 - chosen), recipe)[2] + of_outliers
 
 
 def _gaussian(kind: str, device: torch.device) -> Step:

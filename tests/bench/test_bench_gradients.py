@@ -68,7 +68,10 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.usefixtures("_words")
 def test_errors_by_kinds_of_tokens(capsys: pytest.CaptureFixture[str]) -> None:
-    arms = "bf16,per_token,per_token+balanced,per_token+balanced_rowwise,te_per_token,per_token_wgrad_bf16"
+    arms = (
+        "bf16,per_token,per_token+balanced,per_token+balanced_rowwise,te_per_token,per_token_wgrad_bf16,"
+        "per_token+outliers_bf16_64,per_token+outliers_bf16_32"
+    )
     line = ["gradients", "--table", "tokens", "--size", "tiny", "--steps", "2", "--device", "cpu"]
     assert main([*line, "--arms", arms, "--json"]) == 0
     rows: dict[str, Any] = {}
@@ -78,12 +81,16 @@ def test_errors_by_kinds_of_tokens(capsys: pytest.CaptureFixture[str]) -> None:
     assert list(rows) == arms.split(",")
     names = [*gradients.KINDS, *(f"{kind}_cosine" for kind in gradients.KINDS)]
     assert all(sorted(row) == sorted(names) for row in rows.values())
-    bf16, plain, balanced, rowwise, nearest, wgrad_bf16 = rows.values()
+    bf16, plain, balanced, rowwise, nearest, wgrad_bf16, too_few, enough = rows.values()
     assert all(row[kind] == 0 for row in (bf16, wgrad_bf16) for kind in gradients.KINDS)
     assert plain["outliers"] > 2 * nearest["outliers"] > 5 * balanced["outliers"]
     assert balanced["outliers"] == pytest.approx(balanced["ordinary"], rel=1e-3)
     assert balanced["model_outliers"] == balanced["model"]
     assert plain["massive"] > 3 * balanced["massive"]
+    # An outlier in 32 tokens: all of them are in bf16, or half.
+    assert enough["outliers"] == pytest.approx(enough["ordinary"], rel=0.02)
+    assert enough["outliers"] < 1.02 * plain["ordinary"] < 0.2 * too_few["outliers"]
+    assert enough["lognormal"] < too_few["lognormal"] < balanced["lognormal"]
     assert balanced["ordinary"] < rowwise["ordinary"] < 0.2
     assert balanced["lognormal"] < 0.5 * plain["lognormal"]
     assert plain["outliers_cosine"] < 0.6 < 0.98 < balanced["outliers_cosine"] < 1
@@ -110,5 +117,6 @@ def test_every_arm_is_known() -> None:
     import train_moe_arms
 
     for arms in (gradients.ARMS, gradients.TOKEN_ARMS):
-        changes = [train_moe_arms.arm(name).recipe for name in arms]
+        parts = [gradients.without_outliers(name) for name in arms]
+        changes = [(train_moe_arms.arm(name).recipe, part) for name, part in parts]
         assert len(set(changes)) == len(changes)
