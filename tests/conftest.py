@@ -26,20 +26,6 @@ def pytest_configure() -> None:
         os.environ["OMP_NUM_THREADS"] = str(number)
 
 
-REFUSED = "a: is mxfp8, must be nvfp4 for groups that are ragged in k on device"  # Hopper; docs/hopper.md
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item: pytest.Item) -> object:
-    """Skip a test of a GPU that refuses these products, which the CPU and Blackwell compute."""
-    try:
-        return (yield)
-    except RuntimeError as error:
-        if REFUSED in str(error):
-            pytest.skip(str(error))
-        raise
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Keep what torch.compile makes in a folder of this run, so that no test runs code of an earlier one."""

@@ -6,18 +6,17 @@
 
 #include "error.hpp"
 #include "fp4gemm/fp4gemm.h"
+#include "quantize/sizes.hpp"
 
 namespace fp4gemm {
 
 /// The limits and alignments, for the checks and their messages.
 struct Rules {
-  static constexpr int kPointerBytes = 16;  // of every matrix and scale buffer
-  static constexpr int kRowBytes = 16;      // rows of x and D start on such boundaries
-  static constexpr int kQuantizeK = 16;     // k of a quantized tensor: a multiple of a block
-  static constexpr int kGemmK = 32;         // k of a GEMM: a row of codes is a multiple of 16 bytes
-  static constexpr int kGroupedK = 64;      // k of a GEMM that is ragged in k: a multiple of a tile of scales
-  static constexpr int kMxfp8K = 32;        // k of an MXFP8 tensor
-  static constexpr int kGroupedMxfp8K = 128;   // kGroupedK of MXFP8 operands
+  static constexpr int kPointerBytes = 16;     // of every matrix and scale buffer
+  static constexpr int kRowBytes = 16;         // rows of x and D start on such boundaries
+  static constexpr int kQuantizeK = 16;        // k of a quantized tensor: a multiple of a block
+  static constexpr int kGemmK = 32;            // k of a GEMM: a row of codes is a multiple of 16 bytes
+  static constexpr int kMxfp8K = 32;           // k of an MXFP8 tensor: a multiple of a block
   static constexpr int kFp8K = 64;             // k of FP8 tokens, which are reordered within 64 elements
   static constexpr int64_t kMaxNormK = 65536;  // a CTA keeps a normalised row in registers
   static constexpr int kWorkspaceBytes = 256;  // alignment of a workspace
@@ -25,6 +24,12 @@ struct Rules {
   static constexpr int64_t kMaxK = int64_t{1} << 30;  // kernels count beyond the end of k in 32 bits
   static constexpr int64_t kMaxElements = int64_t{1}
                                           << 58;  // of a buffer: sums of their bytes fit in 64 bits
+
+  /// The columns of a tile of block scales. In a GEMM that is ragged in k each group begins at a multiple of
+  /// them in A and B, also where these are decoded, and k is a multiple of them.
+  static constexpr int group_columns(fp4gemm_format_t format) {
+    return format == FP4GEMM_FORMAT_MXFP8 ? kScaleWord * kMxfp8K : kGroupColumns;
+  }
 };
 
 inline int dtype_bytes(fp4gemm_dtype_t dtype) { return dtype == FP4GEMM_FP32 ? 4 : 2; }

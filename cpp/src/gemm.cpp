@@ -83,12 +83,6 @@ fp4gemm_status_t select_kernel(GemmArgs const& args, int device, GemmPlan* plan)
                 "out_dtype: is fp32, must be bf16 or fp16 with the gated activation %s",
                 activation_name(args));
   }
-  if (served != nullptr && is_ragged_k(args) && args.a.format == FP4GEMM_FORMAT_MXFP8) {
-    return fail(FP4GEMM_ERROR_NOT_SUPPORTED,
-                "a: is mxfp8, must be nvfp4 for groups that are ragged in k on device %d, whose compute "
-                "capability is %d.%d",
-                device, arch / 10, arch % 10);
-  }
   bool const is_fp8 = wanted.format_a == FP4GEMM_FORMAT_E4M3;
   wanted.format_a = wanted.format_b = FP4GEMM_FORMAT_NVFP4;
   if (is_fp8 && select_kernel(arch, plan->device.num_sms, wanted) >= 0) {
@@ -179,6 +173,7 @@ Problem problem_of(GemmArgs const& args, GemmPlan const& plan, char* workspace, 
   problem.k = args.k;
   problem.num_groups = args.num_groups;
   problem.offs = args.offs;
+  problem.group_columns = Rules::group_columns(args.a.format);
   problem.a = plan.decode_a || plan.quantize_a ? workspace : args.a.data;
   problem.scale_a = args.a.scales;
   problem.epilogue = epilogue_of(args);
@@ -300,10 +295,9 @@ fp4gemm_status_t plan_gemm(GemmArgs const& args, int device, GemmPlan* plan) {
                 plan->kernel->info.name, plan->kernel->info.operand, kFormatNames[plan->format_a],
                 kFormatNames[args.b.format]);
   }
-  if (is_ragged_k(args) && !accepts_ragged_k(operands, plan->format_a)) {
-    return fail(FP4GEMM_ERROR_NOT_SUPPORTED,
-                "kernel: %s does not support groups of %s operands that are ragged in k",
-                plan->kernel->info.name, kFormatNames[plan->format_a]);
+  if (is_ragged_k(args) && is_prepacked(operands)) {
+    return fail(FP4GEMM_ERROR_NOT_SUPPORTED, "kernel: %s does not support groups that are ragged in k",
+                plan->kernel->info.name);
   }
   if (auto const check = architecture_of(plan->device.arch)->check_problem; check != nullptr) {
     FP4GEMM_TRY(check(problem_of(args, *plan, nullptr, device)));

@@ -60,9 +60,6 @@ fp4gemm_status_t check_mxfp8(GemmArgs const& args) {
                 "a: format is %d, must be FP4GEMM_FORMAT_MXFP8 as of b", static_cast<int>(args.a.format));
   FP4GEMM_CHECK(args.use_fast_accum == 0, "use_fast_accum: is %d, must be 0 unless a is e4m3",
                 args.use_fast_accum);
-  FP4GEMM_CHECK(!is_ragged_k(args) || args.k % Rules::kGroupedMxfp8K == 0,
-                "k: is %lld, must be a multiple of %d for groups of mxfp8 that are ragged in k", ll(args.k),
-                Rules::kGroupedMxfp8K);
   return FP4GEMM_SUCCESS;
 }
 
@@ -348,7 +345,7 @@ fp4gemm_status_t check_gemm_problem(GemmArgs const& args) {
   FP4GEMM_TRY(
       check_size("n", args.n, 0, Rules::kRowBytes / dtype_bytes(args.out_dtype) * (is_gated(args) ? 2 : 1)));
   if (is_ragged_k(args)) {
-    FP4GEMM_TRY(check_size("k", args.k, 0, Rules::kGroupedK, Rules::kMaxK));
+    FP4GEMM_TRY(check_size("k", args.k, 0, Rules::group_columns(args.a.format), Rules::kMaxK));
   } else {
     FP4GEMM_TRY(check_size("k", args.k, Rules::kGemmK, Rules::kGemmK, Rules::kMaxK));
   }

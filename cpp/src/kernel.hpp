@@ -15,6 +15,7 @@ struct Problem {
   int64_t m = 0, n = 0, k = 0;
   int num_groups = 0;
   int32_t const* offs = nullptr;
+  int group_columns = 0;  // ragged k: each group begins at a multiple of so many columns of a and b
   void const* a = nullptr;
   void const* scale_a = nullptr;  // null unless nvfp4 or mxfp8
   void const* b = nullptr;

@@ -68,12 +68,13 @@ int cheapest(int device_arch, int num_sms, Selection const& wanted) {
 }  // namespace
 
 bool suits(Kernel const& kernel, Selection const& wanted) {
+  // A prepacked weight belongs to one matrix, and groups that are ragged in k have parts of a matrix.
   bool const ragged_k = wanted.num_groups > 0 && wanted.ragged == FP4GEMM_RAGGED_K;
   return kernel.info.out_dtype == wanted.out_dtype && kernel.is_gated == wanted.is_gated &&
          kernel.is_grouped == (wanted.num_groups > 0) &&
          accepts(kernel.operands, wanted.format_a, wanted.format_b) &&
          (wanted.use_fast_accum || kernel.info.fast_accum == 0) &&
-         (!ragged_k || accepts_ragged_k(kernel.operands, wanted.format_a));
+         !(ragged_k && is_prepacked(kernel.operands));
 }
 
 int select_kernel(int device_arch, int num_sms, Selection const& asked) {

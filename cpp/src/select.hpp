@@ -28,13 +28,6 @@ struct Selection {
   }
 };
 
-/// True if a kernel takes groups that are ragged in k of operands in these formats. A prepacked weight
-/// belongs to one matrix, and such groups have parts of a matrix. Groups of MXFP8 operands begin at multiples
-/// of 128 columns, also once they are decoded; the kernel of decoded operands expects those of NVFP4.
-constexpr bool accepts_ragged_k(Operands operands, fp4gemm_format_t a) {
-  return !is_prepacked(operands) && !(operands == Operands::kFp16 && a == FP4GEMM_FORMAT_MXFP8);
-}
-
 /// True if the kernel can compute the problem: it has the mode, epilogue and output type, and accepts the
 /// formats.
 bool suits(Kernel const& kernel, Selection const& wanted);

@@ -92,7 +92,7 @@ void test_gemm_errors() {
         a.offs = static_cast<int32_t const*>(address());
         a.k = 192;
       },
-      "k: is 192, must be a multiple of 128 for groups of mxfp8 that are ragged in k");
+      "k: is 192, must be a multiple of 128");
   bad_gemm("b", [](Args& a) { a.b.format = static_cast<fp4gemm_format_t>(5); }, "b: format is 5");
   bad_gemm("b_is_constant", [](Args& a) { a.b_is_constant = 2; }, "b_is_constant: is 2, must be 0 or 1");
   bad_gemm(

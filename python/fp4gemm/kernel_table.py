@@ -85,9 +85,7 @@ class KernelInfo:
 
     def supports(self, format_a: str, format_b: str, ragged: str = "m") -> bool:
         """Whether the kernel multiplies operands in these formats; ``ragged`` as in :func:`select_kernel`."""
-        if ragged == "k" and (
-            self.operand.startswith("prepacked") or (self.operand == "fp16" and format_a == "mxfp8")
-        ):
+        if ragged == "k" and self.operand.startswith("prepacked"):
             return False
         return any(format_a in of_a and format_b in of_b for of_a, of_b in _SUPPORTED[self.operand])
 

@@ -25,8 +25,8 @@ def exact(*shape: int, seed: int) -> Tensor:
     return (numbers * signs).to(torch.bfloat16)
 
 
-def offs_of(device: torch.device) -> Tensor:
-    return torch.tensor(SIZES, dtype=torch.int32).cumsum(0).to(torch.int32).to(device)
+def offs_of(device: torch.device, sizes: tuple[int, ...] = SIZES) -> Tensor:
+    return torch.tensor(sizes, dtype=torch.int32).cumsum(0).to(torch.int32).to(device)
 
 
 def bits(x: Tensor) -> Tensor:
@@ -69,13 +69,18 @@ def test_ragged_m(cuda: torch.device, activation: str | None) -> None:
     assert torch.equal(bits(found[0]), bits(found[1]))
 
 
-def test_ragged_k(cuda: torch.device) -> None:
-    x, dy = exact(sum(SIZES), 96, seed=1), exact(sum(SIZES), 160, seed=2)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [SIZES, (64, 65, 128, 1), (0, 0), tuple(range(1, 41))], ids=["uneven", "steps", "empty", "40"]
+)
+def test_ragged_k(cuda: torch.device, sizes: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Groups begin at multiples of 128 columns, and Hopper's kernel of decoded operands steps by 64."""
+    x, dy = exact(sum(sizes), 96, seed=1), exact(sum(sizes), 160, seed=2)
     found = []
     for device in (CPU, cuda):
-        offs = offs_of(device)  # one tensor: on a GPU the values of two are not compared
+        offs = offs_of(device, sizes)  # one tensor: on a GPU the values of two are not compared
         both = [fp4gemm.quantize_mxfp8(t.to(device), axis=0, offs=offs) for t in (dy, x)]
-        total = torch.ones(len(SIZES), 160, 96, device=device)
+        total = torch.ones(len(sizes), 160, 96, device=device, dtype=dtype)
         found.append(fp4gemm.wgrad(*both, c=total, out=total))
     assert torch.equal(bits(found[0]), bits(found[1]))
 

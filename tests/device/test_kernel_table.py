@@ -171,8 +171,7 @@ def test_what_a_kernel_supports(operand: str, supported: set[str]) -> None:
     pairs = {f"{a} {b}" for a, b in PAIRS if row.supports(a, b)}
     assert pairs == supported
     columns = {f"{a} {b}" for a, b in PAIRS if row.supports(a, b, "k")}
-    decoded = {"mxfp8 mxfp8"} if operand == "fp16" else set()  # their groups begin at other columns
-    assert columns == (set() if operand.startswith("prepacked") else supported - decoded)
+    assert columns == (set() if operand.startswith("prepacked") else supported)
 
 
 def test_kernel_index_out_of_range() -> None:

@@ -24,6 +24,7 @@ struct Sm90GemmParams {
   int num_groups;     // 1 for a dense product
   int const* offs;    // (num_groups) cumulative ends of the groups, on the device; null: dense
   int steps;          // k in steps of Config::kDepth
+  int group_steps;    // ragged k: each group begins at a multiple of so many steps
   int row_tiles;      // of a plane, for a whole cluster
   int column_tiles;
   EpilogueArguments epilogue;

@@ -106,8 +106,9 @@ class Sm90RaggedMSchedule {
 };
 
 /// The schedule of groups that are ragged in k. The columns of a group in A and B begin at a multiple of
-/// kDepth. Ends that are out of order or out of range are an error of the caller that is not reported: a
-/// group for which there is no room is empty, so that every access stays within the operands.
+/// group_steps steps; those between its end and the end of its last step are zero. Ends that are out of order
+/// or out of range are an error of the caller that is not reported: a group for which there is no room is
+/// empty, so that every access stays within the operands.
 template <class Config>
 class Sm90RaggedKSchedule {
  public:
@@ -125,8 +126,10 @@ class Sm90RaggedKSchedule {
       first_ += 32;
       load();
     }
-    int const steps = __shfl_sync(0xFFFFFFFFu, steps_, group - first_);
-    int64_t const end = before_ + __shfl_sync(0xFFFFFFFFu, up_to_, group - first_);
+    int const lane = group - first_;
+    int const steps = __shfl_sync(0xFFFFFFFFu, steps_, lane);
+    int64_t const begin = before_ + (lane > 0 ? __shfl_sync(0xFFFFFFFFu, up_to_, lane - 1) : 0);
+    bool const fits = begin + steps <= p_.steps;
     int row_tile, column_tile;
     sm90_gemm_place<Config::kBandTiles>(static_cast<int>(index) - group * tiles_each, p_.row_tiles,
                                         p_.column_tiles, &row_tile, &column_tile);
@@ -136,8 +139,8 @@ class Sm90RaggedKSchedule {
     tile->row = (row_tile * Config::kCluster + rank_) * Config::kRows;
     tile->column = column_tile * Config::kColumns;
     tile->end = p_.m;
-    tile->first_step = end > p_.steps ? 0 : static_cast<int>(end) - steps;
-    tile->steps = end > p_.steps ? 0 : steps;
+    tile->first_step = fits ? static_cast<int>(begin) : 0;
+    tile->steps = fits ? steps : 0;
     return true;
   }
 
@@ -150,15 +153,16 @@ class Sm90RaggedKSchedule {
     int const end = exists ? cute::max(load_after_wait(p_.offs + group), 0) : 0;
     int const size = cute::max(end - begin, 0);
     steps_ = size / Config::kDepth + (size % Config::kDepth != 0 ? 1 : 0);
-    up_to_ = sm90_gemm_sum_up_to_lane(steps_);
+    int const parts = (steps_ + p_.group_steps - 1) / p_.group_steps;
+    up_to_ = sm90_gemm_sum_up_to_lane(parts * p_.group_steps);
   }
 
   Sm90GemmParams const& p_;
   int rank_;
   int first_ = 0;       // the group of lane 0
-  int64_t before_ = 0;  // steps of all groups before it
+  int64_t before_ = 0;  // the step at which it begins
   int steps_;           // of this lane's group
-  int up_to_;           // steps of the groups from first_ to this lane's
+  int up_to_;           // from there to the step at which the group behind this lane's begins
 };
 
 }  // namespace cutlass_evt

@@ -7,6 +7,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "check.hpp"
 #include "cutlass_evt/kernel/sm90_gemm.hpp"
 #include "cutlass_evt/kernel/sm90_gemm_generated_params.hpp"
 #include "cutlass_evt/tensor_map.hpp"
@@ -66,6 +67,9 @@ struct GemmLaunch {
   using Config = cutlass_evt::Sm90GemmConfig<cutlass::half_t, Tile>;
   using Params = cutlass_evt::Sm90GemmParams;
   static constexpr bool kRaggedK = std::is_same<Schedule<Config>, Sm90RaggedKSchedule<Config>>::value;
+  static_assert(Rules::group_columns(FP4GEMM_FORMAT_NVFP4) % Config::kDepth == 0 &&
+                    Rules::group_columns(FP4GEMM_FORMAT_MXFP8) % Config::kDepth == 0,
+                "groups that are ragged in k begin at whole steps");
 
   static CUresult encode(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank, void const* address,
                          cuuint64_t const* sizes, cuuint64_t const* strides, cuuint32_t const* box,
@@ -167,6 +171,7 @@ struct GemmLaunch {
     params.num_groups = groups;
     params.offs = p.num_groups == 0 ? nullptr : p.offs;
     params.steps = static_cast<int>(cute::ceil_div(p.k, int64_t{Config::kDepth}));
+    params.group_steps = p.group_columns / Config::kDepth;
     params.row_tiles = static_cast<int>(row_tiles);
     params.column_tiles = static_cast<int>(column_tiles);
     params.epilogue = p.epilogue;
