@@ -1,8 +1,9 @@
 """``python -m bench engine``: vLLM's whole engine, with its own layers and with those of this library.
 
 The models have random weights and the sizes of real ones. Each arm runs in a process of its own. Before it
-is timed its logits must be finite, and where it loads the NVFP4 checkpoint, each layer of the first decoder
-layer must be the float32 product with the checkpoint's weights, but for what the format of its inputs loses.
+is timed its logits must be finite, and where it loads the quantized checkpoint, each quantized layer of the
+first decoder layer must be the float32 product with the checkpoint's weights, but for what the format of its
+inputs loses.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import dataclasses
 import gzip
 import importlib.metadata
 import importlib.util
+import itertools
 import json
 import time
 from collections.abc import Iterator, Sequence
@@ -21,7 +23,7 @@ from typing import Any
 import torch
 
 from ..engine import requests
-from ..engine.arms import ARMS
+from ..engine.arms import ARMS, arms_of
 from ..engine.run import (
     NO_TIME,
     ROOT,
@@ -43,12 +45,21 @@ from ..report import engine as report
 from ..report.results import Journal, Row, load_all
 from .options import NUMBERS, kind_of, one_of, positive
 
-LAYERS = {"llama-3.1-8b": 32, "qwen3-30b-a3b": 24, "tiny-llama": 2, "tiny-qwen": 2}
+LAYERS = {
+    "llama-3.1-8b": 32,
+    "qwen3-30b-a3b": 24,
+    "gpt-oss-20b": 12,
+    "tiny-llama": 2,
+    "tiny-qwen": 2,
+    "tiny-gpt-oss": 2,
+}
 MODELS: dict[str, Shape] = {
     "llama-3.1-8b": SHAPES["llama-3.1-8b"],
     "qwen3-30b-a3b": SHAPES["qwen3-30b-a3b"],
+    "gpt-oss-20b": dataclasses.replace(SHAPES["gpt-oss-20b-shape"], name="gpt-oss-20b"),
     "tiny-llama": Shape("tiny-llama", 2, 256, 4, 2, 64, 512, 1024),
     "tiny-qwen": Shape("tiny-qwen", 2, 256, 4, 2, 64, 128, 1024, 8, 2, qk_norm=True),
+    "tiny-gpt-oss": Shape("tiny-gpt-oss", 2, 256, 4, 2, 64, 128, 1024, 8, 4, bias=True, is_oss=True),
 }
 BATCHES, PROMPTS = (1, 16, 64, 256), (1, 8)
 TINY_BATCHES, TINY_PROMPTS = (1, 4), (1, 2)
@@ -74,9 +85,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--arms",
         type=kind_of(one_of(list(ARMS)), "names of arms"),
-        help=f"of {', '.join(ARMS)}; default: all",
+        help=f"of {', '.join(ARMS)}; default: all that run the model",
     )
-    add("--layers", type=kind_of(positive, "a number"), help="decoder layers, instead of 32 and 24")
+    add("--layers", type=kind_of(positive, "a number"), help="decoder layers, instead of 32, 24 and 12")
+    add("--attention", metavar="NAME", help="attention of vLLM, as TRITON_ATTN; default: what vLLM chooses")
     add("--batches", type=NUMBERS, help="requests of a step of decode (1,16,64,256)")
     add("--prompts", type=NUMBERS, help="prompts of a prefill (1,8)")
     add(
@@ -137,12 +149,13 @@ def _measured(args: argparse.Namespace) -> list[Row]:
     is_cuda = device.type == "cuda"
     if args.profile and not is_cuda:
         raise ValueError(f"--profile: the device is {device}, must be a GPU")
-    for option, wanted in (("--arms", args.arms or []), ("--requests", args.requests)):
-        for name in wanted:
-            if ARMS[name].needs_gpu and not is_cuda:
-                others = ", ".join(name for name, arm in ARMS.items() if not arm.needs_gpu)
-                raise ValueError(f"{option}: {name} needs a GPU, the device is {device}; it has {others}")
     names = args.model or (["llama-3.1-8b", "qwen3-30b-a3b"] if is_cuda else ["tiny-llama", "tiny-qwen"])
+    for option, wanted in (("--arms", args.arms or []), ("--requests", args.requests)):
+        for name, model in itertools.product(wanted, names):
+            if name not in (those := arms_of(MODELS[model], is_cuda)):
+                why = f"needs a GPU, the device is {device}" if not is_cuda and ARMS[name].needs_gpu else ""
+                why = why or f"does not run {model}"
+                raise ValueError(f"{option}: {name} {why}; it has {', '.join(those)}")
     began = time.monotonic()
     plans = [_plan(args, MODELS[name], Gpu.of(device), began + args.limit) for name in names]
     if importlib.util.find_spec("vllm") is None:
@@ -172,7 +185,8 @@ def _version() -> str:
 
 
 def _options(args: argparse.Namespace) -> str:
-    return "eager code" if args.no_compile else "torch.compile"  # "and CUDA graphs" follows it in the tables
+    attention = "" if args.attention is None else f"{args.attention}, "
+    return attention + ("eager code" if args.no_compile else "torch.compile")  # tables: "and CUDA graphs"
 
 
 def _plan(args: argparse.Namespace, shape: Shape, gpu: Gpu | None, deadline: float) -> Plan:
@@ -194,6 +208,7 @@ def _plan(args: argparse.Namespace, shape: Shape, gpu: Gpu | None, deadline: flo
         folder=args.work,
         gpu=gpu,
         is_compiled=not args.no_compile,
+        attention=args.attention,
         start_s=args.start,
         measure_s=args.measure,
         deadline=deadline,
@@ -241,7 +256,7 @@ def _in_journal(args: argparse.Namespace, plan: Plan, journal: Journal) -> tuple
     Raises:
         ValueError: a step that is to be profiled is in the file without a profile.
     """
-    arms = args.arms or [name for name, arm in ARMS.items() if plan.is_cuda or not arm.needs_gpu]
+    arms = args.arms or arms_of(plan.shape, plan.is_cuda)
     rows: list[Row] = []
     todo: Todo = []
     for name in [] if args.no_steps else arms:

@@ -1,29 +1,32 @@
-"""Checkpoints of random weights in ModelOpt's NVFP4 format, or only the config of the model in 16 bits.
+"""Checkpoints of random weights, or only the config of the model in 16 bits.
 
-Codes and scales are made in plain torch, not by this library, so that its layers in an engine are compared
-with weights that it did not make.
+Models are in ModelOpt's NVFP4 format, and GPT-OSS has the MXFP4 experts of its own.
 """
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from ..models.shapes import Shape
+from . import gpt_oss
+from .weights import OUTER, normal, nvfp4
 
-STD, AMAX = 0.02, 0.1  # weights are normal and limited to five standard deviations
-OUTER = AMAX / (6 * 448)  # one outer scale for all, as after a calibration of fused layers
-BOUNDS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # between the magnitudes of e2m1
-VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 FILE_OF_REST = "rest"
+Format = Literal["nvfp4", "mxfp4"]
+
+
+def format_of(shape: Shape) -> Format:
+    """The format of the quantized weights of a model."""
+    return "mxfp4" if shape.is_oss else "nvfp4"
 
 
 def config_of(shape: Shape, num_layers: int) -> dict[str, Any]:
-    """config.json of a Llama, or of a Qwen3-MoE if the shape has experts, with this number of layers."""
+    """config.json of a GPT-OSS, a Qwen3-MoE or a Llama of this shape, with this number of layers."""
     config = {
         "hidden_size": shape.hidden,
         "num_attention_heads": shape.num_heads,
@@ -41,6 +44,8 @@ def config_of(shape: Shape, num_layers: int) -> dict[str, Any]:
         "eos_token_id": 2,
         "use_cache": True,
     }
+    if shape.is_oss:
+        return config | gpt_oss.config_of(shape, num_layers)
     if not shape.num_experts:
         return config | {
             "architectures": ["LlamaForCausalLM"],
@@ -66,7 +71,9 @@ def config_of(shape: Shape, num_layers: int) -> dict[str, Any]:
 
 
 def quantization_config(shape: Shape) -> dict[str, Any]:
-    """The quantization_config that ModelOpt writes for NVFP4 weights and activations."""
+    """That of GPT-OSS, or what ModelOpt writes for NVFP4 weights and activations."""
+    if shape.is_oss:
+        return gpt_oss.QUANTIZATION
     numbers = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
     group = {"input_activations": numbers, "weights": numbers, "targets": ["Linear"]}
     return {
@@ -76,23 +83,6 @@ def quantization_config(shape: Shape) -> dict[str, Any]:
         "quant_method": "modelopt",
         "producer": {"name": "modelopt", "version": "0.33.0"},
     }
-
-
-def nvfp4(w: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes, uint8 (..., k / 2), and block scales, e4m3 (..., k / 16), of weights (..., k)."""
-    blocks = w.float().unflatten(-1, (-1, 16))
-    scales = (blocks.abs().amax(-1) / 6 / OUTER).clamp(max=448).to(torch.float8_e4m3fn)
-    x = blocks / (scales.float() * OUTER).clamp(min=1e-12).unsqueeze(-1)
-    codes = torch.bucketize(x.abs(), torch.tensor(BOUNDS, device=w.device)).to(torch.uint8)
-    codes = (codes | ((x < 0).to(torch.uint8) << 3)).flatten(-2)
-    return codes[..., 0::2] | (codes[..., 1::2] << 4), scales
-
-
-def decoded(codes: Tensor, scales: Tensor, outer: Tensor) -> Tensor:
-    """float32 (..., k): the weights that the tensors of a checkpoint stand for."""
-    table = torch.tensor([*VALUES, *(-value for value in VALUES)], device=codes.device)
-    values = torch.stack((table[(codes & 15).long()], table[(codes >> 4).long()]), -1).flatten(-2)
-    return values * scales.float().repeat_interleave(16, -1) * outer.float()
 
 
 def make(
@@ -135,18 +125,20 @@ def _layer(shape: Shape, layer: int, gen: torch.Generator) -> dict[str, Tensor]:
         f"{one}.{norm}.weight": torch.ones(d, dtype=torch.bfloat16)
         for norm in ("input_layernorm", "post_attention_layernorm")
     }
+    if shape.is_oss:
+        return made | gpt_oss.layer_of(shape, layer, gen)
     for name, n, k in (("q", heads, d), ("k", kv, d), ("v", kv, d), ("o", d, heads)):
-        made |= _stored(f"{one}.self_attn.{name}_proj", *nvfp4(_normal(gen, n, k)))
+        made |= _stored(f"{one}.self_attn.{name}_proj", *nvfp4(normal(gen, n, k)))
     sizes = (("gate", shape.intermediate, d), ("up", shape.intermediate, d), ("down", d, shape.intermediate))
     if not shape.num_experts:
         for name, n, k in sizes:
-            made |= _stored(f"{one}.mlp.{name}_proj", *nvfp4(_normal(gen, n, k)))
+            made |= _stored(f"{one}.mlp.{name}_proj", *nvfp4(normal(gen, n, k)))
         return made
     for norm in ("q_norm", "k_norm"):
         made[f"{one}.self_attn.{norm}.weight"] = torch.ones(shape.head_dim, dtype=torch.bfloat16)
-    made[f"{one}.mlp.gate.weight"] = _normal(gen, shape.num_experts, d).bfloat16()
+    made[f"{one}.mlp.gate.weight"] = normal(gen, shape.num_experts, d).bfloat16()
     for name, n, k in sizes:
-        codes, scales = (tensor.cpu() for tensor in nvfp4(_normal(gen, shape.num_experts, n, k)))
+        codes, scales = (tensor.cpu() for tensor in nvfp4(normal(gen, shape.num_experts, n, k)))
         for e in range(shape.num_experts):
             made |= _stored(f"{one}.mlp.experts.{e}.{name}_proj", codes[e].clone(), scales[e].clone())
     return made
@@ -154,9 +146,9 @@ def _layer(shape: Shape, layer: int, gen: torch.Generator) -> dict[str, Tensor]:
 
 def _rest(shape: Shape, gen: torch.Generator) -> dict[str, Tensor]:
     return {
-        "model.embed_tokens.weight": _normal(gen, shape.vocab, shape.hidden).bfloat16(),
+        "model.embed_tokens.weight": normal(gen, shape.vocab, shape.hidden).bfloat16(),
         "model.norm.weight": torch.ones(shape.hidden, dtype=torch.bfloat16),
-        "lm_head.weight": _normal(gen, shape.vocab, shape.hidden).bfloat16(),
+        "lm_head.weight": normal(gen, shape.vocab, shape.hidden).bfloat16(),
     }
 
 
@@ -167,11 +159,6 @@ def _stored(owner: str, codes: Tensor, scales: Tensor) -> dict[str, Tensor]:
         f"{owner}.weight_scale_2": torch.tensor(OUTER),
         f"{owner}.input_scale": torch.tensor(8.0 / (6 * 448)),
     }
-
-
-def _normal(gen: torch.Generator, *size: int) -> Tensor:
-    made = torch.empty(size, device=gen.device, dtype=torch.float32)
-    return made.normal_(std=STD, generator=gen).clamp_(-AMAX, AMAX)
 
 
 def _write_json(path: Path, what: dict[str, Any]) -> None:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .checkpoints import decoded
+from .weights import decoded, decoded_mxfp4
 
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 ROWS = 24  # of the inputs of a check
+# Attributes of vLLM's methods that name their kernels.
+KERNELS = ("kernel", "nvfp4_backend", "mxfp4_backend", "fp8_linear", "fp8_backend", "unquantized_backend")
 # Calls of which a step of the engine's core consists, in its thread: (attribute of the core, method).
 PARTS = {
     "schedule": ("scheduler", "schedule"),
@@ -39,7 +42,7 @@ def methods(worker: Any) -> dict[str, int]:
         if method is None or isinstance(method, str):
             continue
         count(f"{type(method).__module__.partition('.')[0]}:{type(method).__name__}")
-        for name in ("kernel", "nvfp4_backend", "fp8_linear", "fp8_backend", "unquantized_backend"):
+        for name in KERNELS:
             kernel = getattr(method, name, None)
             if kernel is not None:
                 count(f"{name}={getattr(kernel, 'value', type(kernel).__name__)}")
@@ -47,7 +50,7 @@ def methods(worker: Any) -> dict[str, int]:
 
 
 def memory(worker: Any) -> dict[str, float]:
-    """GiB of the model's parameters and buffers, and of the largest allocation of its process by torch."""
+    """GiB of the model's weights and buffers, and of the largest allocation of its process by torch."""
     model = _model(worker)
     held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in _tensors(model)}
     made = {"weights_gib": round(sum(held.values()) / 2**30, 3)}
@@ -58,58 +61,100 @@ def memory(worker: Any) -> dict[str, float]:
 
 
 def _tensors(model: nn.Module) -> list[Tensor]:
-    return [t for t in (*model.parameters(), *model.buffers()) if t.device.type != "meta"]
+    found = [*model.parameters(), *model.buffers()]
+    for module in model.modules():
+        for of in (module, getattr(module, "quant_method", None)):
+            for value in vars(of).values() if hasattr(of, "__dict__") else ():
+                found += _in_triton_kernels(value)
+    return [t for t in found if t.device.type != "meta"]
+
+
+def _in_triton_kernels(value: object) -> Iterator[Tensor]:
+    """The tensors in an object of the package triton_kernels, which are no parameters of their layer."""
+    if type(value).__module__.startswith("triton_kernels."):
+        for each in vars(value).values():
+            if isinstance(each, Tensor):
+                yield each
+            else:
+                yield from _in_triton_kernels(each)
 
 
 def off_by(worker: Any, folder: str) -> dict[str, float]:
-    """How far each layer of the first decoder layer is from the product with the checkpoint's weights.
+    """How far each quantized layer of the first decoder layer is from the product with its weights.
 
     The distance is the norm of the difference from the float32 product of unquantized inputs and decoded
-    weights, as a fraction of the norm of that product.
+    weights of the checkpoint, as a fraction of the norm of that product.
     """
+    from vllm.forward_context import set_forward_context
+
     tensors = _tensors_of(Path(folder), "model.layers.0.")
+    modules = dict(_model(worker).named_modules())
+    runner = worker.model_runner
     made = {}
-    with torch.inference_mode():
-        for name, module in _model(worker).named_modules():
-            parent, _, last = name.removesuffix(".routed_experts").rpartition(".")
+    with torch.inference_mode(), set_forward_context(None, runner.vllm_config, num_tokens=ROWS):
+        for name, module in modules.items():
             if not name.startswith("model.layers.0.") or getattr(module, "quant_method", None) is None:
                 continue
-            weight = next(iter(module.parameters(recurse=False)), None)
-            if weight is None:
-                continue
-            device = weight.device
-            if last in (*FUSED, "o_proj", "down_proj"):
-                parts = [_weight(tensors, f"{parent}.{part}", device) for part in FUSED.get(last, (last,))]
-                w = torch.cat(parts)
-                x = _inputs(w.shape[1], device)
-                y = module.quant_method.apply(module, x, None)
-                made[name] = _off(y, x.float() @ w.T)
-            elif last == "experts" and hasattr(module.quant_method, "product"):  # vLLM's need their runner
-                made[name] = _off(*_experts(module, tensors, f"{parent}.experts", device))
+            parent, _, last = name.rpartition(".")
+            parts = FUSED.get(last, (last,))
+            if last == "routed_experts":
+                made[parent] = _off(*_experts(modules[parent], tensors, parent, runner.device))
+            elif f"{parent}.{parts[0]}.weight_scale" in tensors:
+                w = torch.cat([_weight(tensors, f"{parent}.{part}", runner.device) for part in parts])
+                x = _inputs(w.shape[1], runner.device)
+                made[name] = _off(module.quant_method.apply(module, x, None), x.float() @ w.T)
     return made
 
 
 def _experts(
-    module: Any, tensors: dict[str, Tensor], owner: str, device: torch.device
+    mixture: Any, tensors: dict[str, Tensor], owner: str, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    count = sum(name.startswith(owner) and name.endswith("down_proj.weight") for name in tensors)
-    top_k = min(8, count)
-    k = tensors[f"{owner}.0.gate_proj.weight"].shape[1] * 2
+    """(what a mixture of experts returns, what it has to be near)."""
+    count, top_k = mixture.moe_config.num_experts, mixture.moe_config.experts_per_token
+    k, expert = _expert_of(tensors, owner, device)
     x = _inputs(k, device)
     gen = torch.Generator("cpu").manual_seed(1)
-    scores, ids = torch.rand(ROWS, count, generator=gen).topk(top_k)
-    scores = (scores / scores.sum(1, keepdim=True)).to(device)
-    ids = ids.to(device, torch.int32)
-    y = module.quant_method.apply(module, x, scores, ids)
+    # Multiples of 1/8 are exact in bfloat16, and no two of a row are equal.
+    logits = torch.stack([torch.randperm(count, generator=gen) for _ in range(ROWS)]).to(device) / 8
+    padded, _, _ = mixture._maybe_pad_hidden_states(None, x.clone())
+    _, y = mixture._apply_quant_method(padded, logits.bfloat16(), None)
+    scores, ids = logits.topk(top_k)
+    scores = scores.softmax(1)
     wanted = torch.zeros(ROWS, k, device=device)
     for e in ids.unique().tolist():
+        token, slot = (ids == e).nonzero(as_tuple=True)
+        wanted.index_add_(0, token, scores[token, slot, None] * expert(e, x[token].float()))
+    return y[:, :k], wanted
+
+
+def _expert_of(
+    tensors: dict[str, Tensor], owner: str, device: torch.device
+) -> tuple[int, Callable[[int, Tensor], Tensor]]:
+    """(the columns of a token, a function of the number of an expert and its tokens)."""
+    if f"{owner}.gate_up_proj_blocks" in tensors:
+        gate_up, down = (
+            [tensors[f"{owner}.{name}_{of}"] for of in ("blocks", "scales", "bias")]
+            for name in ("gate_up_proj", "down_proj")
+        )
+
+        def product(x: Tensor, of: list[Tensor], e: int) -> Tensor:
+            blocks, scales, bias = (tensor[e].to(device) for tensor in of)
+            return x @ decoded_mxfp4(blocks, scales).T + bias.float()
+
+        def gpt_oss(e: int, x: Tensor) -> Tensor:
+            both = product(x, gate_up, e)
+            gate, up = both[:, ::2].clamp(max=7), both[:, 1::2].clamp(-7, 7)
+            return product((up + 1) * gate * torch.sigmoid(1.702 * gate), down, e)
+
+        return gate_up[0].shape[-2] * 32, gpt_oss
+
+    def silu(e: int, x: Tensor) -> Tensor:
         gate, up, down = (
             _weight(tensors, f"{owner}.{e}.{part}_proj", device) for part in ("gate", "up", "down")
         )
-        token, slot = (ids == e).nonzero(as_tuple=True)
-        h = nn.functional.silu(x[token].float() @ gate.T) * (x[token].float() @ up.T)
-        wanted.index_add_(0, token, scores[token, slot, None] * (h @ down.T))
-    return y, wanted
+        return (nn.functional.silu(x @ gate.T) * (x @ up.T)) @ down.T
+
+    return tensors[f"{owner}.0.gate_proj.weight"].shape[1] * 2, silu
 
 
 def _inputs(k: int, device: torch.device) -> Tensor:

@@ -3,8 +3,9 @@
 The machine that unpacks it needs torch 2.11 for CUDA 13, Python 3.12 and transformers, and no network.
 vLLM's wheel pins a newer torch, but its compiled parts use torch's stable ABI and load with that one. The
 wheel has 336 MB, most of it CUDA code for other GPUs. The archive keeps, of the compiled parts, what compute
-capability 9.0 runs: FlashAttention 3 with heads of 128 in bf16 and FP8, and Marlin with weights in NVFP4. It
-lacks FlashInfer, FlashAttention 2, DeepGEMM, FlashMLA, and the front end in Rust.
+capability 9.0 runs: FlashAttention 3 with heads of 128 in bf16 and FP8 and with heads of 64 in bf16, and
+Marlin with weights in NVFP4 and MXFP4. It lacks FlashInfer, FlashAttention 2, DeepGEMM, FlashMLA, and the
+front end in Rust.
 
 ``requirements/engine.txt`` pins each package with the hash of its wheel, and the archive has no times and no
 owners, so that the same requirements give the same bytes.
@@ -45,18 +46,20 @@ LEFT_OUT = re.compile(
 )
 # vLLM's numbers for bfloat16 and e2m1 in the names of Marlin's kernels.
 _MARLIN = re.compile(r"marlin6Marlin|marlin_moe_wna166Marlin")
-_MARLIN_NVFP4 = re.compile(r"MarlinILl1125899906909960ELl562949953487106E")
+_MARLIN_FP4 = re.compile(r"MarlinILl1125899906909960ELl562949953487106E")
 _ATTENTION = re.compile(r"FlashAttnFwdSm90")
-_ATTENTION_128 = re.compile(r"CollectiveMainloopFwdSm90.{0,140}?ELi128ENS\w*?(10bfloat16_t|12float_e4m3_t)")
+_ATTENTION_WANTED = re.compile(  # NS_, NS0_ and so on: the namespace of the type of the elements
+    r"CollectiveMainloopFwdSm90.{0,140}?ELi(128ENS\w?_(10bfloat16_t|12float_e4m3_t)|64ENS\w?_10bfloat16_t)"
+)
 _OTHER = re.compile(r"enable_sm89_to_sm90|7machete|selective_scan|gptq33|muse_spark|deepseek_v4")
 
 
 def is_wanted(kernel: str) -> bool:
     """Whether a kernel of this mangled name is one that the benchmark can reach."""
     if _MARLIN.search(kernel):
-        return bool(_MARLIN_NVFP4.search(kernel))
+        return bool(_MARLIN_FP4.search(kernel))
     if _ATTENTION.search(kernel):
-        return bool(_ATTENTION_128.search(kernel))
+        return bool(_ATTENTION_WANTED.search(kernel))
     return not _OTHER.search(kernel)
 
 

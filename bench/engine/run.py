@@ -28,7 +28,7 @@ from ..measure.machine import smi_id
 from ..models.shapes import Shape
 from . import quiet
 from .arms import ARMS, Arm
-from .checkpoints import make
+from .checkpoints import format_of, make
 
 ROOT = Path(__file__).parents[2]
 SECONDS_TO_IDLE = 10.0  # of the GPU, before an arm is measured
@@ -88,6 +88,7 @@ class Plan:
     start_s: float  # time limit of the starts, which are simultaneous
     measure_s: float  # time limit of the measurement of an arm
     deadline: float = math.inf  # of time.monotonic(): no arm is measured after it
+    attention: str | None = None  # vLLM's backend; None: vLLM chooses
 
     @property
     def is_cuda(self) -> bool:
@@ -104,7 +105,8 @@ class Plan:
         return max(self.input + self.output, self.prefill) + 16
 
     def checkpoint(self, arm: Arm) -> Path:
-        return self.folder / f"{self.shape.name}-{self.num_layers}-{'nvfp4' if arm.is_quantized else 'bf16'}"
+        kind = format_of(self.shape) if arm.is_quantized else "bf16"
+        return self.folder / f"{self.shape.name}-{self.num_layers}-{kind}"
 
     def cache(self, name: str) -> Path:
         """The folder in which the engine of an arm keeps its compiled code."""
@@ -121,6 +123,8 @@ class Plan:
             "seed": 0,
             **arm.engine,
         }
+        if self.attention is not None:
+            given["attention_config"] = {"backend": self.attention}
         if not self.is_cuda:
             return given | {"enforce_eager": True}
         tokens = max(most * (self.input + self.output + 32), prompts * (self.prefill + 32)) + 2048

@@ -15,6 +15,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+import fp4gemm
 import pytest
 import torch
 
@@ -22,9 +23,10 @@ pytest.importorskip("rich", reason="rich is not installed")
 from bench.__main__ import main, parser
 from bench.commands import engine as command
 from bench.engine import child, fatbin, host, inside, kernels, pack, requests, run
-from bench.engine.arms import ARMS
-from bench.engine.checkpoints import OUTER, decoded, make, nvfp4
+from bench.engine.arms import ARMS, arms_of
+from bench.engine.checkpoints import make
 from bench.engine.run import NO_TIME, Gpu, Plan, Sizes, Started, last_lines, silence
+from bench.engine.weights import OUTER, decoded, decoded_mxfp4, mxfp4, nvfp4
 from bench.models.shapes import Shape
 from bench.report import engine as report
 from bench.report.results import Journal
@@ -94,6 +96,9 @@ def test_a_library_that_is_no_fatbin_is_refused() -> None:
         ("FlashAttnFwdSm90CollectiveMainloopFwdSm90ILi2ELi128ENS_10bfloat16_t", True),
         ("FlashAttnFwdSm90CollectiveMainloopFwdSm90ILi2ELi128ENS_12float_e4m3_t", True),
         ("FlashAttnFwdSm90CollectiveMainloopFwdSm90ILi2ELi192ENS_10bfloat16_t", False),
+        ("FlashAttnFwdSm90CollectiveMainloopFwdSm90ILi2ELi64ENS_10bfloat16_t", True),
+        ("FlashAttnFwdSm90CollectiveMainloopFwdSm90ILi2ELi64ENS_12float_e4m3_t", False),
+        ("FlashAttnFwdSm90CollectiveMainloopFwdSm90ILi2ELi64ENS_6half_tEfNS_4archE10bfloat16_t", False),
         ("_ZN4vllm14rms_norm_kernelIN3c108BFloat16ELi8EEEv", True),
     ],
 )
@@ -157,6 +162,54 @@ def test_the_weights_of_a_checkpoint_are_near_what_was_drawn() -> None:
     assert 0.05 < float(off) < 0.12
 
 
+def test_gpt_oss_has_the_tensors_of_its_checkpoints(tmp_path: Path) -> None:
+    """Those of openai/gpt-oss-20b: experts in MXFP4 with biases, sinks, and everything else in bfloat16."""
+    safetensors = pytest.importorskip("safetensors.torch")
+    shape = command.MODELS["tiny-gpt-oss"]
+    make(tmp_path, shape, 2, True, torch.device("cpu"))
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["architectures"] == ["GptOssForCausalLM"]
+    assert config["quantization_config"]["quant_method"] == "mxfp4"
+    assert config["layer_types"] == ["sliding_attention", "full_attention"]
+    tensors = safetensors.load_file(tmp_path / "model-1.safetensors")
+    owner = "model.layers.1"
+    parts = {f"{owner}.self_attn.{name}_proj.{of}" for name in "qkvo" for of in ("weight", "bias")}
+    parts |= {f"{owner}.mlp.router.{of}" for of in ("weight", "bias")} | {f"{owner}.self_attn.sinks"}
+    parts |= {f"{owner}.{name}_layernorm.weight" for name in ("input", "post_attention")}
+    sizes = {"gate_up_proj": (8, 2 * 128, 256), "down_proj": (8, 256, 128)}
+    for name, (g, n, k) in sizes.items():
+        experts = f"{owner}.mlp.experts.{name}"
+        parts |= {f"{experts}_{of}" for of in ("blocks", "scales", "bias")}
+        assert tensors[f"{experts}_blocks"].shape == (g, n, k // 32, 16)
+        assert tensors[f"{experts}_scales"].shape == (g, n, k // 32)
+        assert tensors[f"{experts}_bias"].shape == (g, n)
+    assert set(tensors) == parts
+
+
+def test_mxfp4_weights_are_those_of_the_library_and_near_what_was_drawn() -> None:
+    w = torch.randn(32, 64, generator=torch.Generator().manual_seed(0)) * 0.02
+    w[3, 32:] = 0
+    blocks, scales = mxfp4(w)
+    ours = fp4gemm.quantize_mxfp4(w)
+    assert torch.equal(blocks, ours.codes)
+    assert torch.equal(scales[:, :1], ours.scales[:, :1])  # that of zeros says nothing
+    got = decoded_mxfp4(blocks, scales)
+    assert torch.equal(got, fp4gemm.NVFP4Tensor.from_mxfp4(blocks, scales).dequantize(torch.float32))
+    assert 0.05 < float((got - w).norm() / w.norm()) < 0.15
+
+
+@pytest.mark.parametrize(
+    ("model", "has_gpu", "arms"),
+    [
+        ("qwen3-30b-a3b", True, ["bf16", "fp8", "marlin", "w4a16", "w4a8", "w4a4"]),
+        ("gpt-oss-20b", True, ["marlin", "triton", "w4a16", "w4a8", "w4a4"]),
+        ("tiny-gpt-oss", False, ["w4a16", "w4a8", "w4a4"]),
+    ],
+)
+def test_the_arms_of_a_model(model: str, has_gpu: bool, arms: list[str]) -> None:
+    assert arms_of(command.MODELS[model], has_gpu) == arms
+
+
 def _plan(tmp_path: Path, **more: Any) -> Plan:
     given: dict[str, Any] = {
         "shape": TINY, "num_layers": 2, "sizes": Sizes((1, 16), (1, 2)), "profiled": (), "input": 128,
@@ -174,6 +227,9 @@ def test_a_plan_has_graphs_and_a_cache_for_its_batches(tmp_path: Path) -> None:
     assert _plan(tmp_path, is_compiled=False).engine(ARMS["w4a8"])["compilation_config"]["mode"] == 0
     assert _plan(tmp_path, gpu=None).engine(ARMS["w4a8"])["enforce_eager"]
     assert _plan(tmp_path).engine(ARMS["fp8"])["quantization"] == "fp8_per_channel"
+    chosen = _plan(tmp_path, attention="TRITON_ATTN").engine(ARMS["w4a8"])
+    assert chosen["attention_config"] == {"backend": "TRITON_ATTN"}
+    assert "attention_config" not in made
 
 
 @pytest.mark.parametrize(
@@ -189,6 +245,10 @@ def test_a_plan_has_graphs_and_a_cache_for_its_batches(tmp_path: Path) -> None:
         (
             ["--arms", "w4a8,fp8"],
             "--arms: fp8 needs a GPU, the device is cpu; it has bf16, w4a16, w4a8, w4a4",
+        ),
+        (
+            ["--model", "tiny-gpt-oss", "--arms", "bf16"],
+            "--arms: bf16 does not run tiny-gpt-oss; it has w4a16",
         ),
         (["--requests", "marlin"], "--requests: marlin needs a GPU, the device is cpu; it has bf16, w4a16"),
     ],

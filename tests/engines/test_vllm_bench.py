@@ -55,6 +55,17 @@ def test_the_steps_of_an_engine_are_measured(tmp_path: Path) -> None:
     assert "| fp4gemm W4A8 |" in printed
 
 
+@pytest.mark.parametrize(("model", "off"), [("tiny-qwen", 0.02), ("tiny-gpt-oss", 0.02)])
+def test_experts_are_near_the_product_with_their_weights(tmp_path: Path, model: str, off: float) -> None:
+    """NVFP4 experts without biases, and MXFP4 experts with biases and a clamped SwiGLU."""
+    _, rows = _run(tmp_path, "--model", model, "--arms", "w4a16", "--batches", "1", "--prompts", "1")
+    for row in rows:
+        found = row["off_by"]
+        assert found["model.layers.0.mlp.experts"] < off
+        others = {"qkv_proj", "o_proj"} if model == "tiny-qwen" else set()
+        assert {name.rpartition(".")[2] for name in found} == {"experts", *others}
+
+
 def test_the_requests_of_a_server_are_measured(tmp_path: Path) -> None:
     _, rows = _run(tmp_path, "--no-steps", "--requests", "w4a8")
     assert [row["rate"] > 0 for row in rows] == [True, False]

@@ -6,6 +6,7 @@ not by this library, so that its layers in an engine are compared with weights t
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ import torch
 from torch import Tensor
 
 from bench.engine import checkpoints
-from bench.engine.checkpoints import nvfp4
+from bench.engine.weights import AMAX, OUTER, STD, nvfp4
+from bench.models.shapes import SHAPES
 
 COMMON = {
     "hidden_act": "silu",
@@ -26,59 +28,14 @@ COMMON = {
 }
 
 
-def gpt_oss(folder: Path, layers: int = 2, vocab: int = 1024, **sizes: int) -> Path:
-    """GPT-OSS with the sizes of gpt-oss-20b, but few layers, 8 experts and few words; sizes are keys of its
-    config."""
-    config: dict[str, Any] = COMMON | {
-        "architectures": ["GptOssForCausalLM"],
-        "model_type": "gpt_oss",
-        "hidden_size": 2880,
-        "intermediate_size": 2880,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 4,
-        "num_hidden_layers": layers,
-        "vocab_size": vocab,
-        "sliding_window": 128,
-        "layer_types": ["sliding_attention", "full_attention"] * (layers // 2),
-        "attention_bias": True,
-        "rms_norm_eps": 1e-5,
-        "swiglu_limit": 7.0,
-        "max_position_embeddings": 131072,
-        "rope_theta": 150000,
-        "rope_scaling": {
-            "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
-            "original_max_position_embeddings": 4096,
-        },
-        "quantization_config": {
-            "quant_method": "mxfp4",
-            "modules_to_not_convert": [
-                "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"
-            ],
-        },
-        **sizes,
-    }  # fmt: skip
-    d, i, g = (config[key] for key in ("hidden_size", "intermediate_size", "num_local_experts"))
-    heads, kv = (config[key] * config["head_dim"] for key in ("num_attention_heads", "num_key_value_heads"))
-    gen = torch.Generator().manual_seed(0)
-    made = _rest(gen, vocab, d)
-    for layer in range(layers):
-        one = f"model.layers.{layer}"
-        made |= _norms(one, d)
-        for name, n, k in (("q", heads, d), ("k", kv, d), ("v", kv, d), ("o", d, heads)):
-            made[f"{one}.self_attn.{name}_proj.weight"] = _normal(gen, n, k)
-            made[f"{one}.self_attn.{name}_proj.bias"] = _normal(gen, n)
-        made[f"{one}.self_attn.sinks"] = _normal(gen, config["num_attention_heads"])
-        made[f"{one}.mlp.router.weight"] = _normal(gen, g, d)
-        made[f"{one}.mlp.router.bias"] = _normal(gen, g)
-        for name, n, k in (("gate_up_proj", 2 * i, d), ("down_proj", d, i)):
-            owner, shape = f"{one}.mlp.experts.{name}", (g, n, k // 32)
-            made[f"{owner}_blocks"] = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8, generator=gen)
-            made[f"{owner}_scales"] = torch.randint(116, 122, shape, generator=gen).to(torch.uint8)
-            made[f"{owner}_bias"] = _normal(gen, g, n)
-    return _saved(folder, config, made)
+def gpt_oss(folder: Path, layers: int = 2, vocab: int = 1024) -> Path:
+    """GPT-OSS with the sizes of gpt-oss-20b, but few layers, 8 experts and few words."""
+    shape = dataclasses.replace(SHAPES["gpt-oss-20b-shape"], vocab=vocab, num_experts=8)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    checkpoints.make(folder, shape, layers, True, device)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # for the engine, which is another process
+    return folder
 
 
 def deepseek_v3(folder: Path, layers: int = 3, vocab: int = 1024, **sizes: int) -> Path:
@@ -173,7 +130,7 @@ def _mlp(gen: torch.Generator, owner: str, i: int, d: int) -> dict[str, Tensor]:
 
 def _quantized(gen: torch.Generator, owner: str, n: int, k: int) -> dict[str, Tensor]:
     codes, scales = nvfp4(_normal(gen, n, k))
-    outer = {"weight_scale_2": checkpoints.OUTER, "input_scale": 8.0 / (6 * 448)}
+    outer = {"weight_scale_2": OUTER, "input_scale": 8.0 / (6 * 448)}
     return {f"{owner}.weight": codes, f"{owner}.weight_scale": scales} | {
         f"{owner}.{name}": torch.tensor(value) for name, value in outer.items()
     }
@@ -193,8 +150,8 @@ def _norms(one: str, d: int) -> dict[str, Tensor]:
 
 
 def _normal(gen: torch.Generator, *size: int) -> Tensor:
-    made = torch.empty(size).normal_(std=checkpoints.STD, generator=gen)
-    return made.clamp_(-checkpoints.AMAX, checkpoints.AMAX).bfloat16()
+    made = torch.empty(size).normal_(std=STD, generator=gen)
+    return made.clamp_(-AMAX, AMAX).bfloat16()
 
 
 def _saved(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> Path:
