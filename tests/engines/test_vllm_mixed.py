@@ -55,6 +55,34 @@ def quant_config(folder: Path, format: str) -> Any:
     return method.from_config(found)
 
 
+def made_experts(config: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The routed experts of a mixture of Nemotron 3."""
+    with monkeypatch.context() as patch:  # vLLM makes experts without a gate on GPUs alone
+        platform = types.SimpleNamespace(is_cuda_alike=lambda: True, is_xpu=lambda: False)
+        patch.setattr(moe_config, "current_platform", platform)
+        return FusedMoEFactory(
+            *(4, 2, 64, 32), params_dtype=torch.bfloat16, quant_config=config, prefix=name,
+            activation="relu2_no_mul", ckpt_names=("up_proj", "down_proj", None),
+        ).routed_experts  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "algorithm"), [("tensor", "FP8"), ("block", "FP8_PB_WO")])
+def test_experts_in_fp8_are_left_to_vllm_by_name(
+    tmp_path: Path, kind: Any, algorithm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The experts of layer 1 are NVFP4, and those of layer 3 have vLLM's method for FP8."""
+    folder, _ = mixed_models.write_nemotron(tmp_path, kind=kind, fp8_experts=True)
+    config = quant_config(folder, "modelopt")
+    others = EXPERTS.replace(".1.", ".3.")
+    made = [made_experts(config, name, monkeypatch).quant_method for name in (EXPERTS, others)]
+    assert [type(method).__module__.partition(".")[0] for method in made] == ["fp4gemm", "vllm"]
+    assert "Fp8" in type(made[1]).__name__
+    assert config.report.text() == (
+        f"fp4gemm: W4A4, an amax for each token: {EXPERTS}; "
+        f"left to vLLM, its weights are {algorithm}: {others}"
+    )
+
+
 @pytest.mark.parametrize("format", METHODS)
 def test_each_layer_has_the_method_of_its_format(
     tmp_path: Path, format: str, monkeypatch: pytest.MonkeyPatch
@@ -62,14 +90,7 @@ def test_each_layer_has_the_method_of_its_format(
     """Routed experts are fp4gemm's and have the bits of its module; every other layer is vLLM's."""
     folder, _ = mixed_models.write_nemotron(tmp_path, format)
     config = quant_config(folder, format)
-    with monkeypatch.context() as patch:  # vLLM makes experts without a gate on GPUs alone
-        platform = types.SimpleNamespace(is_cuda_alike=lambda: True, is_xpu=lambda: False)
-        patch.setattr(moe_config, "current_platform", platform)
-        runner = FusedMoEFactory(
-            *(4, 2, 64, 32), params_dtype=torch.bfloat16, quant_config=config, prefix=EXPERTS,
-            activation="relu2_no_mul", ckpt_names=("up_proj", "down_proj", None),
-        )  # fmt: skip
-    experts = runner.routed_experts
+    experts = made_experts(config, EXPERTS, monkeypatch)
     assert type(experts.quant_method).__module__.startswith("fp4gemm.")
     made = {
         name: linear.ReplicatedLinear(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,11 @@ import fp4gemm
 import pytest
 import torch
 from fp4gemm import nn
-from fp4gemm.checkpoint import Options, convert
+from fp4gemm.checkpoint import Options, Translation, convert
 from fp4gemm.checkpoint.formats import FORMATS, StoredLayer, StoredWeight
 from fp4gemm.integrations import transformers as integration
 from helpers import assert_bits
-from mixed_models import Kind, in_model, nemotron, read, write_nemotron
+from mixed_models import Kind, in_model, nemotron, read, write_deepseek, write_nemotron
 from nvfp4_models import float_model, load, logits, safetensors, same_tensors, save_float
 from torch import Tensor
 
@@ -274,17 +275,33 @@ def test_what_is_malformed_is_named(tmp_path: Path, case: str) -> None:
         load(folder)
 
 
-def test_experts_in_fp8_are_refused(tmp_path: Path) -> None:
-    def change(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
-        for e in range(4):
-            for child, shape in (("up", (32, 64)), ("down", (64, 32))):
-                name = f"backbone.layers.3.mixer.experts.{e}.{child}_proj"
-                said(name, "FP8")({}, {"quantization_config": {**config["quantization_config"]}})
-                del tensors[f"{name}.weight_scale_2"]
-                tensors[f"{name}.weight"] = torch.ones(shape).to(torch.float8_e4m3fn)
-                tensors[f"{name}.weight_scale"] = torch.ones(())
-        del config["quantization_config"]["config_groups"]
-
-    folder, _ = write_nemotron(tmp_path, change=change)
-    with pytest.raises(ValueError, match=r"experts\.0\.up_proj is FP8 per tensor, which experts of transf"):
+@pytest.mark.parametrize("kind", ["tensor", "block"])
+@pytest.mark.parametrize("model", ["nemotron", "deepseek"])
+def test_experts_in_fp8(tmp_path: Path, model: str, kind: Kind) -> None:
+    """They are refused by name, and what the message advises is loaded, with their values in bfloat16."""
+    if model == "nemotron":
+        folder, values = write_nemotron(tmp_path / "a", kind=kind, fp8_experts=True)
+    else:
+        folder, values = write_deepseek(tmp_path / "a", kind)
+    experts = [module for module in values if ".experts." in module]
+    owner = re.sub(r"\d+", "*", experts[0].rpartition(".")[0])
+    count, parts = (4, ("down", "up")) if model == "nemotron" else (8, ("down", "gate", "up"))
+    assert len(experts) == count * len(parts)
+    named = ", ".join(f"{count} x {owner}.{part}_proj" for part in parts)
+    message = (
+        f"checkpoint: {len(experts)} weights do not fit the model: {named}: {TITLES[kind]}, which experts of "
+        "transformers cannot be loaded from; convert --from modelopt --to fp4gemm makes them bf16"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         load(folder)
+    convert(folder, tmp_path / "b", Translation("modelopt", "fp4gemm"), device="cpu", verify=True)
+    made = load(tmp_path / "b")
+    for module in experts:
+        owner, e, child = in_model(module).rsplit(".", 2)
+        weights = made.get_submodule(owner)
+        name = child if hasattr(weights, child) else "gate_up_proj"
+        found = getattr(weights, name)[int(e)]
+        if name == "gate_up_proj":
+            found = found.chunk(2)[child == "up_proj"]
+        assert_bits(found.detach(), values[module].bfloat16(), module)
+    assert bool(logits(made).isfinite().all())

@@ -17,7 +17,7 @@ import fp4gemm
 import pytest
 import torch
 from fp4gemm.checkpoint.formats import StoredWeight
-from nvfp4_models import Change, read, save_float
+from nvfp4_models import Change, float_model, read, save_float, write_nvfp4
 from torch import Tensor
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -72,20 +72,29 @@ def fp8(weight: Tensor, kind: Kind, format: str) -> tuple[Tensor, Tensor, Tensor
 
 
 def write_nemotron(
-    folder: Path, format: str = "modelopt", change: Change | None = None, kind: Kind = "tensor"
+    folder: Path,
+    format: str = "modelopt",
+    change: Change | None = None,
+    kind: Kind = "tensor",
+    fp8_experts: bool = False,
 ) -> tuple[Path, dict[str, Tensor]]:
-    """The checkpoint, and the float32 values of its layers in FP8 by module."""
+    """The checkpoint, and the float32 values of its layers in FP8 by module.
+
+    Args:
+        fp8_experts: whether the experts of layer 3 are in FP8, and those of layer 1 alone in NVFP4.
+    """
     tensors, config = read(save_float(nemotron(), folder))
     values, nvfp4 = {}, []
     for name in list(tensors):
         module = name.removesuffix(".weight")
-        if EXPERTS.search(name):
+        is_expert = bool(EXPERTS.search(name))
+        if is_expert and not (fp8_experts and ".layers.3." in name):
             weight = fp4gemm.quantize(tensors.pop(name).clone(), scaling="tensor")
             stored = StoredWeight.of(weight, format).tensors(module)  # type: ignore[arg-type]
             suffix = "input_scale" if format == "modelopt" else "input_global_scale"
             tensors |= {**stored, f"{module}.{suffix}": torch.ones(() if format == "modelopt" else (1,))}
             nvfp4.append(module)
-        elif FP8.search(name):
+        elif is_expert or FP8.search(name):
             codes, scale, values[module] = fp8(tensors[name], kind, format)
             tensors |= {name: codes, f"{module}.weight_scale": scale}
             if kind == "tensor":
@@ -101,6 +110,31 @@ def write_nemotron(
     (folder / "config.json").write_text(json.dumps(config))
     safetensors.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     return folder, values
+
+
+def write_deepseek(folder: Path, kind: Kind = "block") -> tuple[Path, dict[str, Tensor]]:
+    """DeepSeek-V3 of ModelOpt: routed experts in FP8, all other projections in NVFP4; values as above."""
+    values: dict[str, Tensor] = {}
+
+    def change(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+        nvfp4 = []
+        for module in sorted(
+            {name.rpartition(".")[0] for name in tensors if name.endswith("weight_scale_2")}
+        ):
+            if ".mlp.experts." not in module:
+                nvfp4.append(module)
+                continue
+            n, half = tensors[f"{module}.weight"].shape
+            for name in [name for name in tensors if name.startswith(f"{module}.")]:
+                del tensors[name]
+            gen = torch.Generator().manual_seed(len(values))
+            codes, scale, values[module] = fp8(torch.randn(n, 2 * half, generator=gen), kind, "modelopt")
+            tensors |= {f"{module}.weight": codes, f"{module}.weight_scale": scale}
+            if kind == "tensor":
+                tensors[f"{module}.input_scale"] = torch.full(scale.shape, 0.5)
+        config["quantization_config"] = {**modelopt(list(values), nvfp4, kind), "ignore": ["lm_head"]}
+
+    return write_nvfp4(float_model("deepseek-v3"), folder, "modelopt", change=change), values
 
 
 def modelopt(fp8: list[str], nvfp4: list[str], kind: Kind) -> dict[str, Any]:
@@ -124,6 +158,7 @@ def modelopt(fp8: list[str], nvfp4: list[str], kind: Kind) -> dict[str, Any]:
 
 def compressed_tensors(fp8: list[str], nvfp4: list[str], kind: Kind) -> dict[str, Any]:
     """As llm-compressor writes two groups, the first of them by an expression."""
+    layers = "|".join(sorted({name.split(".")[2] for name in nvfp4}))
     weights = {**NVFP4_ARGS, "strategy": "tensor_group", "symmetric": True}
     more: dict[str, Any] = {"strategy": kind, "symmetric": True}
     more |= {"block_structure": [128, 128]} if kind == "block" else {}
@@ -136,7 +171,7 @@ def compressed_tensors(fp8: list[str], nvfp4: list[str], kind: Kind) -> dict[str
         "config_groups": {
             "group_0": {
                 "format": "nvfp4-pack-quantized",
-                "targets": [r"re:.*mixer\.experts\.\d+\.(up|down)_proj$"],
+                "targets": [rf"re:.*layers\.({layers})\.mixer\.experts\.\d+\.(up|down)_proj$"],
                 "weights": weights,
                 "input_activations": {**weights, "dynamic": "local"},
             },

@@ -67,17 +67,35 @@ class Report:
             self._log(self.text())
 
     def text(self) -> str:
-        """The line: layers that differ in numbers alone are counted together."""
-        parts = [f"{how}: {names}" for how, names in _grouped(self._runs).items()]
-        parts += [f"left to {self._engine}, {why}: {names}" for why, names in _grouped(self._left).items()]
+        """The line: layers that differ in numbers alone are counted together.
+
+        Where they are not all treated alike, the numbers say which are.
+        """
+        left = [(name, f"left to {self._engine}, {why}") for name, why in self._left.items()]
+        found: dict[str, dict[str, list[str]]] = {}  # what is done with layers, their name, their full names
+        for name, what in [*self._runs.items(), *left]:
+            found.setdefault(what, {}).setdefault(_NUMBER.sub("*", name), []).append(name)
+        uses = Counter(each for names in found.values() for each in names)
+        parts = [
+            f"{what}: {', '.join(_shown(each, names, uses[each] > 1) for each, names in names_of.items())}"
+            for what, names_of in found.items()
+        ]
         return "fp4gemm: " + "; ".join(parts)
 
 
-def _grouped(layers: dict[str, str]) -> dict[str, str]:
-    counts: dict[str, Counter[str]] = {}
-    for name, what in layers.items():
-        counts.setdefault(what, Counter())[_NUMBER.sub("*", name)] += 1
-    return {
-        what: ", ".join(f"{count} x {name}" if count > 1 else name for name, count in names.items())
-        for what, names in counts.items()
-    }
+def _shown(short: str, names: list[str], has_numbers: bool) -> str:
+    if has_numbers:
+        numbers = sorted({int(number[0]) for name in names if (number := _NUMBER.search(name))})
+        short = short.replace("*", _ranges(numbers), 1)
+    return f"{len(names)} x {short}" if len(names) > 1 else short
+
+
+def _ranges(numbers: list[int]) -> str:
+    """0-2,5 of 0, 1, 2 and 5."""
+    made: list[list[int]] = []
+    for number in numbers:
+        if made and made[-1][-1] == number - 1:
+            made[-1].append(number)
+        else:
+            made.append([number])
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in made)

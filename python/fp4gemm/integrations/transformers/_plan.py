@@ -199,16 +199,19 @@ class Plan:
 
 def about_dequantized(plan: Plan) -> list[str]:
     """A line for each format of LAYERS whose layers stay in float; names are counted without numbers."""
-    found: dict[str, Counter[str]] = {}
+    found: dict[str, list[str]] = {}
     for fill in plan.fills.values():
         if isinstance(fill, FillFloat):
             dtype = str(fill.dtype).removeprefix("torch.").replace("bfloat16", "bf16")
             what = f"{LAYERS[cast(LayerName, fill.stored.stored)].title} -> {dtype}"
-            found.setdefault(what, Counter())[NUMBER.sub("*", fill.module)] += 1
-    return [
-        f"{what}: {', '.join(f'{n} x {name}' if n > 1 else name for name, n in counts.items())}"
-        for what, counts in found.items()
-    ]
+            found.setdefault(what, []).append(fill.module)
+    return [f"{what}: {_counted(names)}" for what, names in found.items()]
+
+
+def _counted(names: Sequence[str]) -> str:
+    """These names, those that differ in numbers alone counted together."""
+    counts = Counter(NUMBER.sub("*", name) for name in names)
+    return ", ".join(f"{n} x {name}" if n > 1 else name for name, n in counts.items())
 
 
 def make_plan(
@@ -229,6 +232,7 @@ def make_plan(
     found = dict(model.named_modules(remove_duplicate=False))
     experts: dict[str, dict[tuple[int, str], StoredModule]] = {}
     problems: list[str] = []
+    fp8: dict[LayerName, list[str]] = {}  # experts, by their names in the checkpoint
     for stored in sorted(modules, key=lambda each: dot_natural_key(each.name)):
         weight = rename_source_key(f"{stored.name}.weight", renamings, [], prefix, state)[0]
         name = weight.removesuffix(".weight")
@@ -245,16 +249,18 @@ def make_plan(
                 experts.setdefault(owner, {})[one[1], role] = stored
                 continue
             if owner in found:
-                title = LAYERS[cast(LayerName, stored.stored)].title
-                problems.append(
-                    f"{stored.name} is {title}, which experts of transformers cannot be loaded from; convert "
-                    f"--from {format} --to fp4gemm makes them bf16"
-                )
+                fp8.setdefault(cast(LayerName, stored.stored), []).append(stored.name)
                 continue
         plan.left.append(stored.name)
     for owner, members in experts.items():
         problems += _add_experts(plan, owner, found[owner], members)
-    refuse(f"checkpoint: {len(problems)} weights do not fit the model", problems)
+    number = len(problems) + sum(map(len, fp8.values()))
+    problems += [
+        f"{_counted(names)}: {LAYERS[layer].title}, which experts of transformers cannot be loaded from; "
+        f"convert --from {format} --to fp4gemm makes them bf16"
+        for layer, names in fp8.items()
+    ]
+    refuse(f"checkpoint: {number} weights do not fit the model", problems)
     fit: dict[str, str] = {}
     for anchor, fill in plan.fills.items():
         if isinstance(fill, Fill):
