@@ -11,6 +11,7 @@ ACTIVATIONS = {
     "W4A8": Operands("fp8"),
     "W4A4": Operands("nvfp4"),
     "W4A4, 4/6": Operands("nvfp4", {"four_over_six": "mse"}),
+    "W4A4, residual": Operands("nvfp4", residual=16),
 }
 # The kinds of --fp8-sums, for which the layers themselves run in place of an emulation: their use_fast_accum.
 FP8_SUMS = {"W4A8, promoted": False, "W4A8, fast sums": True}
@@ -37,7 +38,10 @@ class Contender(NamedTuple):
 
 
 CONTENDERS = (
-    Contender("float weights", activations=("W4A8", "W4A4", "W4A4, 4/6")),
+    Contender("float weights", activations=("W4A8", "W4A4", "W4A4, 4/6", "W4A4, residual")),
+    Contender(
+        "smooth + float weights", is_smoothed=True, activations=("W4A4", "W4A4, 4/6", "W4A4, residual")
+    ),
     Contender("FP8 weights", activations=("W4A8",), is_fp8=True),
     Contender("round", "round"),
     Contender("four over six", "four-over-six"),

@@ -9,7 +9,7 @@ values q * s of a weight become 8 * e4m3(q * s / 8), as in fp4gemm/reference/gem
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import fp4gemm
@@ -25,10 +25,13 @@ class Operands(NamedTuple):
         tokens: "nvfp4": each row is quantized with its amax. "fp8": each row becomes e4m3, with one scale,
             and the values of a weight are rounded to e4m3. "16-bit": both stay as they are.
         options: those of fp4gemm.quantize, with "nvfp4".
+        residual: with "nvfp4", the number of channels whose error is quantized and multiplied too, as k more
+            columns (ARCQuant, arXiv 2601.07475), a multiple of 16. No layer has this.
     """
 
     tokens: Literal["16-bit", "nvfp4", "fp8"] = "16-bit"
     options: Mapping[str, Any] = {}
+    residual: int = 0
 
     def of_input(self, x: Tensor) -> Tensor:
         """The values of an input (.., k)."""
@@ -39,6 +42,16 @@ class Operands(NamedTuple):
             return fp8_rows(rows).view(x.shape)
         values: Tensor = fp4gemm.quantize(rows, **self.options).dequantize(torch.float32)
         return values.view(x.shape)
+
+    def with_residual(self, x: Tensor, channels: Tensor) -> Tensor:
+        """The values (.., k + residual) of an input (.., k), and of the errors of these of its channels.
+
+        All of a row are quantized with the amax of the row, as those of one operand are.
+        """
+        rows = x.reshape(-1, x.shape[-1])
+        errors = (rows - self.of_input(rows))[:, channels]
+        values = self.of_input(torch.cat((rows, errors), 1))
+        return values.view(*x.shape[:-1], values.shape[1])
 
     def of_weight(self, w: fp4gemm.NVFP4Tensor) -> Tensor:
         """The values (n, k) of an NVFP4 weight, in float32."""
@@ -57,22 +70,40 @@ def fp8_rows(x: Tensor) -> Tensor:
 
 
 class Emulated(torch.nn.Module):
-    """A linear layer with the values of a weight, whose inputs become those of the operands."""
+    """A linear layer with the values of a weight, whose inputs become those of the operands.
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, operands: Operands) -> None:
+    Args:
+        weight: (n, k), or (n, k + residual) with the columns of the residual's channels again.
+        channels: int64 (residual,), or None without a residual.
+    """
+
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None, operands: Operands, channels: Tensor | None = None
+    ) -> None:
         super().__init__()
-        self.weight, self.bias, self.operands = weight, bias, operands
+        self.weight, self.bias, self.operands, self.channels = weight, bias, operands, channels
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.nn.functional.linear(self.operands.of_input(x), self.weight, self.bias)
+        operands, channels = self.operands, self.channels
+        values = operands.of_input(x) if channels is None else operands.with_residual(x, channels)
+        return torch.nn.functional.linear(values, self.weight, self.bias)
 
 
-def emulated(model: torch.nn.Module, operands: Operands) -> torch.nn.Module:
-    """A copy of a quantized model with emulated layers."""
+def emulated(
+    model: torch.nn.Module, operands: Operands, channels: Mapping[str, Tensor] | None = None
+) -> torch.nn.Module:
+    """A copy of a quantized model with emulated layers; channels: those of the residual, by layer."""
     memo: dict[int, Any] = {}
-    for module in model.modules():
+    for name, module in model.named_modules():
         if isinstance(module, fp4gemm.nn.Linear):
-            memo[id(module)] = Emulated(operands.of_weight(module.weight), module.bias, operands)
+            weight, chosen = operands.of_weight(module.weight), None
+            if channels is not None:
+                chosen = channels[name]
+                # The columns again are in blocks of their own, and have the amax of the row.
+                longer = torch.cat((weight, weight[:, chosen]), 1)
+                again = fp4gemm.quantize(longer).dequantize(torch.float32)[:, weight.shape[1] :]
+                weight = torch.cat((weight, again), 1)
+            memo[id(module)] = Emulated(weight, module.bias, operands, chosen)
     return copy.deepcopy(model, memo)
 
 
@@ -86,17 +117,53 @@ def with_fp8_sums(model: torch.nn.Module, use_fast_accum: bool) -> torch.nn.Modu
 
 
 def with_inputs(
-    model: torch.nn.Module, names: list[str], operands: Operands, is_fp8: bool = False
+    model: torch.nn.Module,
+    names: list[str],
+    operands: Operands,
+    is_fp8: bool = False,
+    channels: Mapping[str, Tensor] | None = None,
 ) -> torch.nn.Module:
     """A copy of a float model in which the inputs of these layers are quantized.
 
     Args:
         is_fp8: whether their weights become e4m3 too, with a scale for each row; otherwise they stay.
+        channels: those of the residual, by layer.
     """
     layers = dict(model.named_modules())
     memo: dict[int, Any] = {}
     for name in names:
         layer = layers[name]
         weight = fp8_rows(layer.weight.detach()) if is_fp8 else layer.weight
-        memo[id(layer)] = Emulated(weight, layer.bias, operands)
+        chosen = None if channels is None else channels[name]
+        if chosen is not None:
+            weight = torch.cat((weight, weight[:, chosen]), 1).detach()
+        memo[id(layer)] = Emulated(weight, layer.bias, operands, chosen)
     return copy.deepcopy(model, memo)
+
+
+def residual_channels(
+    model: torch.nn.Module, names: Sequence[str], batches: Sequence[Any], operands: Operands
+) -> dict[str, Tensor]:
+    """For each layer of a float model the channels of the residual, int64 (residual,).
+
+    They are those whose quantization costs the output of the layer most on these batches: the sum over the
+    tokens of the squared error of channel j, times the squared norm of column j of the weight.
+    """
+    layers, costs, handles = dict(model.named_modules()), dict[str, Tensor](), []
+
+    def observe(name: str, x: Tensor) -> None:
+        rows = x.reshape(-1, x.shape[-1])
+        errors = (rows - operands.of_input(rows)).square().sum(0)
+        costs[name] = costs.get(name, 0) + errors * layers[name].weight.detach().float().square().sum(0)
+
+    for name in names:
+        hook = layers[name].register_forward_pre_hook(lambda _, args, name=name: observe(name, args[0]))
+        handles.append(hook)
+    try:
+        with torch.inference_mode():
+            for batch in batches:
+                model(batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return {name: cost.topk(operands.residual).indices.clone() for name, cost in costs.items()}

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..accuracy.contenders import ACTIVATIONS, CONTENDERS, FP8_SUMS, Contender
-from ..accuracy.emulation import emulated, with_fp8_sums, with_inputs
+from ..accuracy.emulation import emulated, residual_channels, with_fp8_sums, with_inputs
 from ..accuracy.maker import Maker, difference
 from ..accuracy.measure import layer_error, watched
 from ..accuracy.producers import producers
@@ -134,15 +134,20 @@ def _measured(args: argparse.Namespace, given: str, known: list[Row]) -> Iterato
             print(f"{contender.name}: omitted, smoothing changes nothing in {name}", file=sys.stderr)
             continue
         made = maker.make(contender) if contender.method else None
+        is_smoothed = made is None and contender.is_smoothed
+        floats = maker.smoothed()[0] if is_smoothed else subject.model
         for kind, texts in wanted.items():
             operands = ACTIVATIONS.get(kind, ACTIVATIONS["W4A8"])
-            model, quantized, cost = made or (subject.model, None, {})
+            model, quantized, cost = made or (floats, None, {})
+            names, channels = list(maker.statistics()[0]), None
+            if operands.residual:
+                channels = residual_channels(model, names, subject.batches, operands)
             if quantized is not None and kind in FP8_SUMS:
                 run_by = with_fp8_sums(quantized, FP8_SUMS[kind])
             elif quantized is not None:
-                run_by = emulated(quantized, operands)
+                run_by = emulated(quantized, operands, channels)
             else:
-                run_by = with_inputs(model, list(maker.statistics()[0]), operands, contender.is_fp8)
+                run_by = with_inputs(model, names, operands, contender.is_fp8, channels)
             for text in texts:
                 reference = subject.references[text]
                 found: Row = cost | {"layer_error": layer_error(model, run_by, reference.sample)}

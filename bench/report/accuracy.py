@@ -13,7 +13,7 @@ from .tables import table_lines
 
 NEEDED = ("bench", "model", "contender", "activations")
 FIGURES = (("nll", "gap", "spread", "kl", "top1"), ("cosine", "spread", "worst", "nearest"))
-KINDS = ("W4A16", "W4A8", "W4A8, promoted", "W4A8, fast sums", "W4A4", "W4A4, 4/6")
+KINDS = ("W4A16", "W4A8", "W4A8, promoted", "W4A8, fast sums", "W4A4", "W4A4, 4/6", "W4A4, residual")
 
 
 def text_of(row: Row) -> str:

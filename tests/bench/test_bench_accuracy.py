@@ -16,7 +16,7 @@ from torch import Tensor
 from bench import __main__ as command_line
 from bench.accuracy import text
 from bench.accuracy.contenders import ACTIVATIONS, CONTENDERS
-from bench.accuracy.emulation import emulated, with_inputs
+from bench.accuracy.emulation import emulated, residual_channels, with_inputs
 from bench.accuracy.maker import difference
 from bench.accuracy.measure import Reference, layer_error, watched
 from bench.report import accuracy as report
@@ -105,6 +105,35 @@ def test_w4a8_multiplies_e4m3_values() -> None:
     scale = w.double().abs().amax(1, keepdim=True)
     want = tokens @ (nearest_e4m3(w.double() * 448 / scale) * scale / 448).T
     assert torch.allclose(fp8.double(), want, rtol=1e-4, atol=1e-6 * float(want.abs().max()))
+
+
+def test_the_residual_is_more_columns_of_one_product() -> None:
+    """It is the NVFP4 product of [x, error of the costliest channels] and [W, its columns again]."""
+    torch.manual_seed(0)
+    x, w = torch.randn(48, 64), torch.randn(32, 64)
+    x[:, 3::4] *= 20
+    operands = ACTIVATIONS["W4A4, residual"]
+    channels = residual_channels(_linear(w), [""], [x], operands)
+    costs = (x - fp4gemm.quantize(x).dequantize(torch.float32)).square().sum(0) * w.square().sum(0)
+    assert channels[""].tolist() == costs.topk(16).indices.tolist()
+    idle = w.clone()
+    idle[:, channels[""][0]] = 0  # whatever its errors, no output has them
+    assert channels[""][0] not in residual_channels(_linear(idle), [""], [x], operands)[""]
+    layer = fp4gemm.nn.Linear.from_float(_linear(w), method="round")
+    q = fp4gemm.quantize(x)
+    errors = (x - q.dequantize(torch.float32))[:, channels[""]]
+    a, values = fp4gemm.quantize(torch.cat((x, errors), 1)), layer.weight.dequantize(torch.float32)
+    b = fp4gemm.quantize(torch.cat((values, values[:, channels[""]]), 1))
+    assert torch.equal(a.dequantize(torch.float32)[:, :64], q.dequantize(torch.float32))
+    plain = q.dequantize(torch.float32) @ values.T
+    want = plain + a.dequantize(torch.float32)[:, 64:] @ b.dequantize(torch.float32)[:, 64:].T
+    with torch.no_grad():
+        found = emulated(layer, operands, channels)(x)
+        of_floats = with_inputs(_linear(w), [""], operands, channels=channels)(x)
+    assert torch.allclose(found, want, rtol=1e-4, atol=1e-4 * float(want.abs().max()))
+    exact = x @ w.T
+    in_plain = q.dequantize(torch.float32) @ w.T
+    assert (of_floats - exact).norm() < 0.8 * (in_plain - exact).norm()
 
 
 def _linear(w: Tensor) -> torch.nn.Linear:
