@@ -295,8 +295,6 @@ fp4gemm_status_t check_generated(GemmArgs const& args) {
   }
   FP4GEMM_CHECK(args.activation == FP4GEMM_ACTIVATION_NONE,
                 "activation: is %s, must be none with a formula of the caller's", activation_name(args));
-  FP4GEMM_CHECK(generated.takes_pairs == 0 || !is_ragged_k(args),
-                "generated.takes_pairs: is 1, must be 0 for groups that are ragged in k");
   FP4GEMM_CHECK(generated.num_groups == 0 || is_grouped(args),
                 "generated.num_groups: is %d, must be 0 without groups", generated.num_groups);
   FP4GEMM_CHECK((args.c != nullptr) == (generated.takes_c != 0), "c: is %p, must %s with this formula",

@@ -134,11 +134,28 @@ def test_a_dense_and_a_grouped_product_share_a_kernel(hopper: Path, gen: torch.G
     assert_bits(got.cpu(), fp4gemm.grouped_mm(groups, b, epilogue=cap))
 
 
-def test_pairs_of_ragged_k_are_refused(gen: torch.Generator) -> None:
-    offs = torch.tensor([128, 256], dtype=torch.int32, device="cuda")
-    a, b = (fp4gemm.quantize(torch.randn(256, 64, generator=gen).cuda(), axis=0, offs=offs) for _ in range(2))
-    with pytest.raises(NotImplementedError, match="epilogue: takes pairs of columns"):
-        fp4gemm.wgrad(a, b, epilogue=examples.gelu_and_mul())
+@pytest.mark.parametrize("epilogue", [pair_to_one, pair_to_two], ids=lambda e: e.name)
+@pytest.mark.parametrize("n", [64, 400])
+def test_pairs_of_ragged_k(n: int, epilogue: ep.Epilogue, gen: torch.Generator) -> None:
+    """With an empty group, and aux outputs of another dtype than D."""
+    offs, m, half = torch.tensor([100, 100, 256], dtype=torch.int32), 300, n // 2
+    tokens = torch.randn(256, m, generator=gen), torch.randn(256, n, generator=gen)
+    left, right = (fp4gemm.quantize(t, axis=0, offs=offs) for t in tokens)
+    shapes = {"g": (3, m), "gamma": (3, half), **dict.fromkeys(("mask", "cos", "sin"), (3, m, half))}
+    names = [name for kind in ("rows", "columns", "matrices") for name in epilogue.names(kind)]
+    given = {name: torch.randn(shapes[name], generator=gen) for name in names}
+    given["bias"] = torch.randn(3, n, generator=gen)
+    if epilogue is pair_to_one:
+        given["c"] = torch.randn(3, m, half, generator=gen).bfloat16()
+    dtypes = {epilogue.aux[-1]: torch.float32}
+    on = {name: x.cuda() for name, x in given.items()}
+    want, aux = fp4gemm.grouped_mm(left, right, epilogue=epilogue(aux_dtypes=dtypes, **given))
+    ends = offs.cuda()
+    left, right = (fp4gemm.quantize(t.cuda(), axis=0, offs=ends) for t in tokens)
+    got, found = fp4gemm.grouped_mm(left, right, epilogue=epilogue(aux_dtypes=dtypes, **on))
+    assert_bits(got.cpu(), want)
+    for name, expected in aux.items():
+        assert_bits(found[name].cpu(), expected)
 
 
 def test_a_product_without_rows(gen: torch.Generator) -> None:

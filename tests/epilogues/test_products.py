@@ -11,9 +11,6 @@ import torch
 from fp4gemm import epilogues as ep
 from fp4gemm import reference
 from fp4gemm.activations import ACTIVATIONS
-from fp4gemm.device.problems import problems
-from fp4gemm.ops import epilogue as epilogue_ops
-from fp4gemm.ops import gemm as gemm_ops
 from helpers import assert_bits
 from op_checks import BACKENDS, assert_fake_is_real, compiled, opcheck, ready
 from torch import Tensor
@@ -386,18 +383,14 @@ def test_requires_grad_is_refused(gen: torch.Generator) -> None:
         fp4gemm.mm(a, b, epilogue=examples.row_gate(gate=torch.ones(M, requires_grad=True)))
 
 
-def test_pairs_of_ragged_k_are_refused_on_gpus(gen: torch.Generator) -> None:
-    """Before a kernel is compiled or looked for, and no other products."""
-    program, count = examples.gelu_and_mul.program, 0
-    for problem in problems():
-        call = problem.operands
-        call = epilogue_ops.EpilogueCall.of(call, examples.gelu_and_mul.text, [], [], [0] * len(program.aux))
-        is_ragged_k = gemm_ops.is_ragged_k(call.product())
-        assert bool(epilogue_ops.gpu_refusal(call)) == is_ragged_k
-        if is_ragged_k:
-            count += 1
-            with pytest.raises(NotImplementedError, match="epilogue: takes pairs of columns, must take"):
-                epilogue_ops.gemm_epilogue_cuda(*call)
-            single = call._replace(program=examples.soft_cap.text, scalars=[5.0], aux_dtypes=[])
-            assert epilogue_ops.gpu_refusal(single) == ""
-    assert count > 0
+def test_pairs_of_ragged_k(gen: torch.Generator) -> None:
+    """Each group has the bits of its dense product, an empty one those of a product of zeros."""
+    tokens = torch.randn(M, N, generator=gen), torch.randn(M, 32, generator=gen)
+    left, right = (fp4gemm.quantize(t, axis=0, offs=OFFS) for t in tokens)
+    z = fp4gemm.grouped_mm(left, right, out_dtype=torch.float32)
+    y, aux = fp4gemm.grouped_mm(left, right, epilogue=examples.gelu_and_mul(), out_dtype=torch.float32)
+    gate, up = z[..., 0::2].contiguous(), z[..., 1::2].contiguous()
+    assert_bits(aux["gate"], gate)
+    assert_bits(aux["up"], up)
+    (gelu,) = (a for a in ACTIVATIONS if a.name == "gelu_tanh")
+    assert_bits(y, gelu(gate) * up)

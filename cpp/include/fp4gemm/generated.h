@@ -35,7 +35,7 @@ typedef struct fp4gemm_generated_matrix {
  * where it takes pairs and returns one result. */
 typedef struct fp4gemm_generated {
   size_t struct_size;
-  int takes_pairs; /* 1: of the columns 2j and 2j+1. Not for groups that are ragged in k */
+  int takes_pairs; /* 1: of the columns 2j and 2j+1 */
   int num_results; /* 1, or with pairs 1 or 2 */
   int takes_bias;  /* 1: args->bias must be given; 0: it must be absent */
   int takes_c;     /* likewise for args->c */

@@ -20,7 +20,7 @@ from . import gemm as gemm_ops
 from ._call import Operator, accepts, narrowed
 from .gemm import GemmCall
 
-__all__ = ["OPERATORS", "EpilogueCall", "check_inputs", "check_terms", "gemm_epilogue", "gpu_refusal"]
+__all__ = ["OPERATORS", "EpilogueCall", "check_inputs", "check_terms", "gemm_epilogue"]
 
 WITH_LIBRARIES = 10  # the least major compute capability whose kernels are compiled ahead of time
 _FUNCTION = "fp4gemm.mm"
@@ -224,14 +224,8 @@ def gemm_epilogue_compiled(call: EpilogueCall) -> list[Tensor]:
 
 @accepts(EpilogueCall)
 def gemm_epilogue_cuda(call: EpilogueCall) -> list[Tensor]:
-    """:func:`gemm_epilogue` on a GPU, by a kernel that is compiled for the program.
-
-    Raises:
-        NotImplementedError: pairs of columns in groups that are ragged in k.
-    """
+    """:func:`gemm_epilogue` on a GPU, by a kernel that is compiled for the program."""
     program, dtypes = _parsed(call)
-    if reason := gpu_refusal(call):
-        raise NotImplementedError(reason)
     header, form = _generated(call.program)
     capability = torch.cuda.get_device_capability(call.a.device)
     if capability[0] >= WITH_LIBRARIES:
@@ -240,16 +234,6 @@ def gemm_epilogue_cuda(call: EpilogueCall) -> list[Tensor]:
     return _jit.launch(
         header, list(form), call.inputs, call.scalars, call.aux_dtypes, call.a, call.b, *call[6:]
     )
-
-
-def gpu_refusal(call: EpilogueCall) -> str:
-    """Why no GPU computes a call that the CPU does; "" if there is no reason."""
-    if parse(call.program).pairs and gemm_ops.is_ragged_k(call.product()):
-        return (
-            "epilogue: takes pairs of columns, must take single columns on a GPU for groups (offs) that are "
-            "ragged in k"
-        )
-    return ""
 
 
 def refusal(library: EpilogueLibrary, call: EpilogueCall) -> str:
