@@ -23,6 +23,11 @@ _LINEAR = operators.below_wrapper(operators.linear)
 TOP_K = 2  # experts of a token
 
 
+@fp4gemm.epilogue
+def _gated_silu(acc: Any, bias: Any, gate: fp4gemm.epilogues.Row, *, limit: float = 7.0) -> Any:
+    return gate * fp4gemm.epilogues.minimum(fp4gemm.epilogues.silu(acc + bias), limit)
+
+
 def jobs(args: argparse.Namespace, harness: Harness) -> list[Job]:
     """One job, which times every call."""
     return [Job("overhead", "overhead", partial(_rows, harness))]
@@ -55,8 +60,12 @@ def _calls(harness: Harness) -> dict[str, Call]:
     out = torch.empty(m, n, device=harness.device, dtype=torch.bfloat16)
     ours = fp4gemm.nn.Linear.from_float(layer)
     plain = fp4gemm.nn.Linear.from_float(layer, activations="a16")
+    bias, gate = torch.zeros(n, device=harness.device), torch.ones(m, device=harness.device)
+    bound = _gated_silu(gate=gate)
     made: dict[str, Call] = {
         "mm": lambda: fp4gemm.mm(a, b),
+        "mm, bias and silu": lambda: fp4gemm.mm(a, b, bias=bias, activation="silu"),
+        "mm, epilogue in Python": lambda: fp4gemm.mm(a, b, bias=bias, epilogue=bound),
         "mm, out given": lambda: fp4gemm.mm(a, b, out=out),
         "mm's operator": gemm_operator(a, b),
         "grouped_mm": lambda: fp4gemm.grouped_mm(rows, stack, offs),

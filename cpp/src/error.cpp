@@ -29,6 +29,7 @@ char const* fp4gemm_status_string(fp4gemm_status_t status) {
     case FP4GEMM_ERROR_NOT_SUPPORTED: return "not supported";
     case FP4GEMM_ERROR_WORKSPACE: return "workspace error";
     case FP4GEMM_ERROR_CUDA: return "CUDA error";
+    case FP4GEMM_ERROR_NOT_LOADED: return "not loaded";
   }
   return "unknown status";
 }

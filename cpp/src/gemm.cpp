@@ -436,14 +436,17 @@ fp4gemm_status_t launch_gemm(GemmArgs const& args, GemmPlan const& plan, void* w
     FP4GEMM_TRY(convert_operands(args, plan, bytes, stream));
     return plan.kernel->launch(problem_of(args, plan, bytes, device), bytes + plan.kernel_offset, stream);
   }
-  GeneratedKernel const* const kernel = static_cast<GeneratedKernel const*>(args.generated->kernel);
-  FP4GEMM_CHECK(kernel != nullptr, "generated.kernel: is null, must be a handle of fp4gemm_generated_load");
+  FP4GEMM_CHECK(args.generated->formula != nullptr,
+                "generated.formula: is null, must be one of fp4gemm_formula_create");
   GeneratedForm const form = generated_form_of(args, plan, device);
-  FP4GEMM_CHECK(
-      kernel->form == form,
-      "generated.kernel: is the handle of another kernel, must be one for %s on device %d with these "
-      "types of elements",
-      plan.kernel->info.name, device);
+  GeneratedKernel const* const kernel = args.generated->formula->find(form);
+  if (kernel == nullptr) {
+    return fail(
+        FP4GEMM_ERROR_NOT_LOADED,
+        "generated.formula: has no kernel for %s on device %d with these types of elements, must have "
+        "one of fp4gemm_generated_load",
+        plan.kernel->info.name, device);
+  }
   FP4GEMM_TRY(convert_operands(args, plan, bytes, stream));
   GeneratedProblem const problem{problem_of(args, plan, bytes, device), static_cast<int>(columns_of_d(args)),
                                  form.num_aux, form.types, generated_inputs_of(args)};
@@ -560,9 +563,8 @@ fp4gemm_status_t write_source_of(char const* name, fp4gemm_ragged_t ragged,
 }
 
 fp4gemm_status_t load(fp4gemm_gemm_args_t const* args, fp4gemm_generated_t const* generated, int device,
-                      void const* cubin, void const** kernel) {
+                      void const* cubin) {
   FP4GEMM_CHECK(cubin != nullptr, "cubin: is null, must point at the compiled kernel");
-  FP4GEMM_CHECK(kernel != nullptr, "kernel: is null, must point at the result");
   GemmArgs call;
   GemmPlan plan;
   FP4GEMM_TRY(plan_generated(args, generated, device, &call, &plan));
@@ -570,11 +572,19 @@ fp4gemm_status_t load(fp4gemm_gemm_args_t const* args, fp4gemm_generated_t const
                 ll(args->n));
   DeviceGuard const guard(device);
   FP4GEMM_TRY(guard.status());
+  FP4GEMM_CHECK(generated->formula != nullptr,
+                "generated.formula: is null, must be one of fp4gemm_formula_create");
+  fp4gemm_formula_t& formula = *generated->formula;
   GeneratedForm const form = generated_form_of(call, plan, device);
-  GeneratedKernel const* loaded = nullptr;
+  std::lock_guard<std::mutex> const lock(formula.adding);
+  if (formula.find(form) != nullptr) {
+    return FP4GEMM_SUCCESS;
+  }
+  void* function = nullptr;
   FP4GEMM_TRY(load_generated(cubin, architecture_of(plan.device.arch)->generated->shared_bytes(form.tile),
-                             device, form, &loaded));
-  *kernel = loaded;
+                             device, &function));
+  formula.kernels.store(new GeneratedKernel{function, form, formula.kernels.load()},
+                        std::memory_order_release);
   return FP4GEMM_SUCCESS;
 }
 
@@ -608,6 +618,12 @@ fp4gemm_status_t fp4gemm_gemm(fp4gemm_gemm_args_t const* args, void* workspace, 
   return fp4gemm_gemm_with_cast(args, &cast, workspace, workspace_bytes, device, stream);
 }
 
+fp4gemm_status_t fp4gemm_formula_create(fp4gemm_formula_t** formula) {
+  FP4GEMM_CHECK(formula != nullptr, "formula: is null, must point at the result");
+  *formula = new fp4gemm_formula_t();
+  return FP4GEMM_SUCCESS;
+}
+
 fp4gemm_status_t fp4gemm_generated_source(fp4gemm_gemm_args_t const* args,
                                           fp4gemm_generated_t const* generated, int device, char* source,
                                           size_t bytes) {
@@ -621,8 +637,8 @@ fp4gemm_status_t fp4gemm_generated_source_of_kernel(char const* kernel, fp4gemm_
 }
 
 fp4gemm_status_t fp4gemm_generated_load(fp4gemm_gemm_args_t const* args, fp4gemm_generated_t const* generated,
-                                        int device, void const* cubin, void const** kernel) {
-  return fp4gemm::load(args, generated, device, cubin, kernel);
+                                        int device, void const* cubin) {
+  return fp4gemm::load(args, generated, device, cubin);
 }
 
 fp4gemm_status_t fp4gemm_gemm_generated_workspace_bytes(fp4gemm_gemm_args_t const* args,

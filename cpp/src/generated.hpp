@@ -2,7 +2,9 @@
 // architecture share. fp4gemm/generated.h is the interface.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
+#include <mutex>
 
 #include "architecture.hpp"
 #include "cutlass_evt/epilogue/generated_arguments.hpp"
@@ -34,10 +36,11 @@ struct GeneratedForm {
   bool operator==(GeneratedForm const& other) const;
 };
 
-/// A kernel that was loaded; fp4gemm_generated::kernel points at one.
+/// A kernel that was loaded. It lives as long as the process.
 struct GeneratedKernel {
   void* function;  // a CUkernel
   GeneratedForm form;
+  GeneratedKernel const* next = nullptr;  // of the same formula
 };
 
 /// The launch of a loaded kernel by the driver, as launch_waiting launches the kernels of the library.
@@ -52,8 +55,7 @@ fp4gemm_status_t launch_generated(GeneratedKernel const& kernel, GeneratedLaunch
                                   fp4gemm_stream_t stream);
 
 /// Loads the kernel of a cubin and allows it `shared_bytes` of dynamic shared memory on a device.
-fp4gemm_status_t load_generated(void const* cubin, int shared_bytes, int device, GeneratedForm const& form,
-                                GeneratedKernel const** kernel);
+fp4gemm_status_t load_generated(void const* cubin, int shared_bytes, int device, void** function);
 
 /// A problem with a formula.
 struct GeneratedProblem {
@@ -86,3 +88,19 @@ inline int generated_tile(Architecture const& arch, Kernel const& kernel, fp4gem
 }
 
 }  // namespace fp4gemm
+
+/// The list of the kernels of a formula. Kernels are added at its front, under the mutex, and never removed,
+/// so that a thread can go through the list while another one adds a kernel.
+struct fp4gemm_formula {
+  std::mutex adding;
+  std::atomic<fp4gemm::GeneratedKernel const*> kernels{nullptr};
+
+  /// The kernel of a form, or null.
+  fp4gemm::GeneratedKernel const* find(fp4gemm::GeneratedForm const& form) const {
+    fp4gemm::GeneratedKernel const* kernel = kernels.load(std::memory_order_acquire);
+    while (kernel != nullptr && !(kernel->form == form)) {
+      kernel = kernel->next;
+    }
+    return kernel;
+  }
+};

@@ -36,8 +36,7 @@ fp4gemm_status_t check(char const* what, CUresult result) {
 
 }  // namespace
 
-fp4gemm_status_t load_generated(void const* cubin, int shared_bytes, int device, GeneratedForm const& form,
-                                GeneratedKernel const** kernel) {
+fp4gemm_status_t load_generated(void const* cubin, int shared_bytes, int device, void** found) {
   if (!driver().is_complete()) {
     return fail(FP4GEMM_ERROR_CUDA, "cubin: the driver cannot load libraries, must be of CUDA 12.0 or newer");
   }
@@ -51,7 +50,7 @@ fp4gemm_status_t load_generated(void const* cubin, int shared_bytes, int device,
   FP4GEMM_TRY(check("allow its kernel the shared memory that it needs",
                     driver().set_attribute(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes,
                                            function, handle)));
-  *kernel = new GeneratedKernel{function, form};  // both live as long as the process
+  *found = function;
   return FP4GEMM_SUCCESS;
 }
 

@@ -113,9 +113,7 @@ fp4gemm_status_t launch_route_ranks(fp4gemm_route_ranks_args_t const&, DevicePro
                                     fp4gemm_stream_t) {
   return no_cuda();
 }
-fp4gemm_status_t load_generated(void const*, int, int, GeneratedForm const&, GeneratedKernel const**) {
-  return no_cuda();
-}
+fp4gemm_status_t load_generated(void const*, int, int, void**) { return no_cuda(); }
 fp4gemm_status_t launch_nothing(fp4gemm_stream_t) { return no_cuda(); }
 
 }  // namespace fp4gemm

@@ -227,11 +227,10 @@ enum FormField {
   kFormFields
 };
 
-/// The formula's inputs and further outputs, of which only the types are known where aux is empty.
+/// The formula's inputs and further outputs.
 fp4gemm_generated_t generated_of(Call const& call, fp4gemm_gemm_args_t const& args,
                                  std::vector<int64_t> const& form, std::vector<Tensor> const& inputs,
-                                 std::vector<double> const& scalars, std::vector<int64_t> const& aux_dtypes,
-                                 std::vector<Tensor> const& aux) {
+                                 std::vector<double> const& scalars, std::vector<Tensor> const& aux) {
   int32_t const device = call.device();
   STD_TORCH_CHECK(form.size() == kFormFields, "form: has ", form.size(), " numbers, must have ",
                   static_cast<int>(kFormFields));
@@ -254,8 +253,8 @@ fp4gemm_generated_t generated_of(Call const& call, fp4gemm_gemm_args_t const& ar
                   " tensors, must have ", total);
   STD_TORCH_CHECK(scalars.size() <= FP4GEMM_GENERATED_MOST_SCALARS, "scalars: has ", scalars.size(),
                   ", must have at most ", FP4GEMM_GENERATED_MOST_SCALARS);
-  STD_TORCH_CHECK(aux_dtypes.size() <= FP4GEMM_GENERATED_MOST_AUX, "aux_dtypes: has ", aux_dtypes.size(),
-                  ", must have at most ", FP4GEMM_GENERATED_MOST_AUX);
+  STD_TORCH_CHECK(aux.size() <= FP4GEMM_GENERATED_MOST_AUX, "aux: has ", aux.size(),
+                  " tensors, must have at most ", FP4GEMM_GENERATED_MOST_AUX);
   int64_t const columns = generated.takes_pairs != 0 ? args.n / 2 : args.n;  // of inputs
   auto next = inputs.begin();
   for (int i = 0; i < generated.num_rows; ++i) {
@@ -285,24 +284,23 @@ fp4gemm_generated_t generated_of(Call const& call, fp4gemm_gemm_args_t const& ar
   for (size_t i = 0; i < scalars.size(); ++i) {
     generated.scalars[i] = static_cast<float>(scalars[i]);
   }
-  generated.num_aux = static_cast<int>(aux_dtypes.size());
-  for (size_t i = 0; i < aux_dtypes.size(); ++i) {
-    if (aux.empty()) {
-      generated.aux[i].dtype = static_cast<fp4gemm_dtype_t>(narrow("aux_dtypes", aux_dtypes[i]));
-    } else {
-      generated.aux[i] = matrix_of("aux", aux[i], call.columns_of_d());
-    }
+  generated.num_aux = static_cast<int>(aux.size());
+  for (size_t i = 0; i < aux.size(); ++i) {
+    generated.aux[i] = matrix_of("aux", aux[i], call.columns_of_d());
   }
   return generated;
 }
 
-/// The type of a number of fp4gemm_dtype_t.
-ScalarType type_of_number(char const* name, int64_t dtype) {
-  STD_TORCH_CHECK(dtype >= FP4GEMM_BF16 && dtype <= FP4GEMM_FP32, name, ": is ", dtype,
-                  ", must be 0 (bfloat16), 1 (float16) or 2 (float32)");
-  return dtype == FP4GEMM_BF16   ? ScalarType::BFloat16
-         : dtype == FP4GEMM_FP16 ? ScalarType::Half
-                                 : ScalarType::Float;
+/// Checks the device and the shape of a result: (m, columns), or (groups, m, columns) ragged in k.
+void check_result(char const* name, Call const& call, Tensor const& out) {
+  check_device(name, out, call.device());
+  int64_t const lead = call.is_ragged_k() ? 1 : 0;
+  check_dims(name, out, 2 + lead);
+  STD_TORCH_CHECK(lead == 0 || out.size(0) == call.num_groups(), name, ": has ", out.size(0),
+                  " groups, must have ", call.num_groups());
+  STD_TORCH_CHECK(out.size(lead) == call.a.size(0) && out.size(lead + 1) == call.columns_of_d(), name,
+                  ": is (", out.size(lead), ", ", out.size(lead + 1), "), must be (", call.a.size(0), ", ",
+                  call.columns_of_d(), ")");
 }
 
 /// Runs the call. out: (m, n), or (groups, m, n) ragged in k.
@@ -338,14 +336,7 @@ void gemm_out(Tensor const& a, Tensor const& b, std::optional<Tensor> scale_a, s
                   alpha_col, bias, activation, c,       beta, batch_invariant, use_fast_accum, b_rows,
                   kernel};
   call.check_dimensions();
-  check_device("out", out, call.device());
-  int64_t const lead = call.is_ragged_k() ? 1 : 0;
-  check_dims("out", out, 2 + lead);
-  STD_TORCH_CHECK(lead == 0 || out.size(0) == call.num_groups(), "out: has ", out.size(0),
-                  " groups, must have ", call.num_groups());
-  STD_TORCH_CHECK(out.size(lead) == a.size(0) && out.size(lead + 1) == call.columns_of_d(), "out: is (",
-                  out.size(lead), ", ", out.size(lead + 1), "), must be (", a.size(0), ", ",
-                  call.columns_of_d(), ")");
+  check_result("out", call, out);
   run(call, out);
 }
 
@@ -356,135 +347,83 @@ bool halves_columns(std::vector<int64_t> const& form) {
   return form.size() == kFormFields && form[kTakesPairs] != 0 && form[kNumResults] == 1;
 }
 
+/// The C arguments of the operators below.
+struct GeneratedCall {
+  fp4gemm_gemm_args_t args = FP4GEMM_GEMM_ARGS_INIT;
+  fp4gemm_generated_t generated = FP4GEMM_GENERATED_INIT;
+
+  GeneratedCall(Call const& call, int64_t formula, std::vector<int64_t> const& form,
+                std::vector<Tensor> const& inputs, std::vector<double> const& scalars, Tensor const& out,
+                std::vector<Tensor> const& aux) {
+    call.check_dimensions();
+    check_result("out", call, out);
+    for (Tensor const& x : aux) {
+      check_result("aux", call, x);
+    }
+    set_operands(args, call);
+    set_terms(args, call, out);
+    generated = generated_of(call, args, form, inputs, scalars, aux);
+    generated.formula = reinterpret_cast<fp4gemm_formula_t*>(static_cast<intptr_t>(formula));
+  }
+};
+
 }  // namespace
 
-std::string gemm_generated_source(std::vector<int64_t> form, std::vector<Tensor> inputs,
-                                  std::vector<double> scalars, std::vector<int64_t> aux_dtypes,
-                                  Tensor const& a, Tensor const& b, std::optional<Tensor> scale_a,
-                                  std::optional<Tensor> scale_b, std::optional<Tensor> offs, double alpha,
-                                  std::optional<Tensor> alpha_groups, std::optional<Tensor> alpha_row,
-                                  std::optional<Tensor> alpha_col, std::optional<Tensor> bias,
-                                  std::optional<Tensor> c, bool batch_invariant, bool use_fast_accum,
-                                  int64_t b_rows, std::optional<std::string> kernel, ScalarType out_dtype) {
-  Call const call{a,
-                  b,
-                  scale_a,
-                  scale_b,
-                  offs,
-                  alpha,
-                  alpha_groups,
-                  alpha_row,
-                  alpha_col,
-                  bias,
-                  0,
-                  c,
-                  0.0,
-                  batch_invariant,
-                  use_fast_accum,
-                  b_rows,
-                  kernel,
-                  halves_columns(form)};
-  call.check_dimensions();
-  Tensor const out = empty_result(call, out_dtype);
-  fp4gemm_gemm_args_t args = FP4GEMM_GEMM_ARGS_INIT;
-  set_operands(args, call);
-  set_terms(args, call, out);
-  fp4gemm_generated_t const generated = generated_of(call, args, form, inputs, scalars, aux_dtypes, {});
+#define FP4GEMM_GENERATED_CALL           \
+  Call const call{a,                     \
+                  b,                     \
+                  scale_a,               \
+                  scale_b,               \
+                  offs,                  \
+                  alpha,                 \
+                  alpha_groups,          \
+                  alpha_row,             \
+                  alpha_col,             \
+                  bias,                  \
+                  0,                     \
+                  c,                     \
+                  0.0,                   \
+                  batch_invariant,       \
+                  use_fast_accum,        \
+                  b_rows,                \
+                  kernel,                \
+                  halves_columns(form)}; \
+  GeneratedCall const of(call, formula, form, inputs, scalars, out, aux)
+
+std::string gemm_generated_source(FP4GEMM_GENERATED_PARAMETERS) {
+  FP4GEMM_GENERATED_CALL;
   char source[4096];
-  check_status(fp4gemm_generated_source(&args, &generated, call.device(), source, sizeof(source)));
+  check_status(fp4gemm_generated_source(&of.args, &of.generated, call.device(), source, sizeof(source)));
   return source;
 }
 
-int64_t gemm_generated_load(Tensor const& cubin, std::vector<int64_t> form, std::vector<Tensor> inputs,
-                            std::vector<double> scalars, std::vector<int64_t> aux_dtypes, Tensor const& a,
-                            Tensor const& b, std::optional<Tensor> scale_a, std::optional<Tensor> scale_b,
-                            std::optional<Tensor> offs, double alpha, std::optional<Tensor> alpha_groups,
-                            std::optional<Tensor> alpha_row, std::optional<Tensor> alpha_col,
-                            std::optional<Tensor> bias, std::optional<Tensor> c, bool batch_invariant,
-                            bool use_fast_accum, int64_t b_rows, std::optional<std::string> kernel,
-                            ScalarType out_dtype) {
-  Call const call{a,
-                  b,
-                  scale_a,
-                  scale_b,
-                  offs,
-                  alpha,
-                  alpha_groups,
-                  alpha_row,
-                  alpha_col,
-                  bias,
-                  0,
-                  c,
-                  0.0,
-                  batch_invariant,
-                  use_fast_accum,
-                  b_rows,
-                  kernel,
-                  halves_columns(form)};
-  call.check_dimensions();
-  Tensor const out = empty_result(call, out_dtype);
-  fp4gemm_gemm_args_t args = FP4GEMM_GEMM_ARGS_INIT;
-  set_operands(args, call);
-  set_terms(args, call, out);
-  fp4gemm_generated_t const generated = generated_of(call, args, form, inputs, scalars, aux_dtypes, {});
+void gemm_generated_load(Tensor const& cubin, FP4GEMM_GENERATED_PARAMETERS) {
+  FP4GEMM_GENERATED_CALL;
   STD_TORCH_CHECK(!cubin.is_cuda() && cubin.scalar_type() == ScalarType::Byte,
                   "cubin: must be bytes in host memory");
-  void const* loaded = nullptr;
-  check_status(fp4gemm_generated_load(&args, &generated, call.device(), cubin.const_data_ptr(), &loaded));
-  return static_cast<int64_t>(reinterpret_cast<intptr_t>(loaded));
+  check_status(fp4gemm_generated_load(&of.args, &of.generated, call.device(), cubin.const_data_ptr()));
 }
 
-std::vector<Tensor> gemm_generated(int64_t handle, std::vector<int64_t> form, std::vector<Tensor> inputs,
-                                   std::vector<double> scalars, std::vector<int64_t> aux_dtypes,
-                                   Tensor const& a, Tensor const& b, std::optional<Tensor> scale_a,
-                                   std::optional<Tensor> scale_b, std::optional<Tensor> offs, double alpha,
-                                   std::optional<Tensor> alpha_groups, std::optional<Tensor> alpha_row,
-                                   std::optional<Tensor> alpha_col, std::optional<Tensor> bias,
-                                   std::optional<Tensor> c, bool batch_invariant, bool use_fast_accum,
-                                   int64_t b_rows, std::optional<std::string> kernel, ScalarType out_dtype) {
-  Call const call{a,
-                  b,
-                  scale_a,
-                  scale_b,
-                  offs,
-                  alpha,
-                  alpha_groups,
-                  alpha_row,
-                  alpha_col,
-                  bias,
-                  0,
-                  c,
-                  0.0,
-                  batch_invariant,
-                  use_fast_accum,
-                  b_rows,
-                  kernel,
-                  halves_columns(form)};
-  call.check_dimensions();
-  Tensor const out = empty_result(call, out_dtype);
-  fp4gemm_gemm_args_t args = FP4GEMM_GEMM_ARGS_INIT;
-  set_operands(args, call);
-  set_terms(args, call, out);
-  std::vector<Tensor> aux;
-  for (int64_t const dtype : aux_dtypes) {
-    aux.push_back(empty_result(call, type_of_number("aux_dtypes", dtype)));
-  }
-  fp4gemm_generated_t generated = generated_of(call, args, form, inputs, scalars, aux_dtypes, aux);
-  generated.kernel = reinterpret_cast<void const*>(static_cast<intptr_t>(handle));
+bool gemm_generated(FP4GEMM_GENERATED_PARAMETERS) {
+  FP4GEMM_GENERATED_CALL;
   fp4gemm_cast_t const cast = FP4GEMM_CAST_INIT;
   size_t bytes = 0;
-  check_status(fp4gemm_gemm_generated_workspace_bytes(&args, &cast, &generated, call.device(), &bytes));
+  check_status(fp4gemm_gemm_generated_workspace_bytes(&of.args, &cast, &of.generated, call.device(), &bytes));
   std::optional<Tensor> workspace;
   void* data = nullptr;
   if (bytes > 0) {
     workspace = empty(static_cast<int64_t>(bytes), -1, ScalarType::Byte, call.device());
     data = workspace->mutable_data_ptr();
   }
-  check_status(fp4gemm_gemm_generated(&args, &cast, &generated, data, bytes, call.device(),
-                                      current_stream(call.device())));
-  std::vector<Tensor> results{out};
-  results.insert(results.end(), aux.begin(), aux.end());
-  return results;
+  fp4gemm_status_t const status = fp4gemm_gemm_generated(&of.args, &cast, &of.generated, data, bytes,
+                                                         call.device(), current_stream(call.device()));
+  if (status == FP4GEMM_ERROR_NOT_LOADED) {
+    return false;
+  }
+  check_status(status);
+  return true;
 }
+
+#undef FP4GEMM_GENERATED_CALL
 
 }  // namespace fp4gemm_torch

@@ -96,16 +96,23 @@ STABLE_TORCH_LIBRARY(fp4gemm, m) {
       "Tensor? alpha_groups=None, Tensor? alpha_row=None, Tensor? alpha_col=None, Tensor? bias=None, "
       "Tensor? c=None, bool batch_invariant=False, bool use_fast_accum=False, int b_rows=0, "
       "str? kernel_name=None, ScalarType out_dtype=bfloat16) -> Tensor[]");
+  m.def(
+      "gemm_epilogue_out(Tensor a, Tensor b, str program, Tensor[] inputs, float[] scalars, "
+      "Tensor? scale_a=None, Tensor? scale_b=None, Tensor? offs=None, float alpha=1.0, "
+      "Tensor? alpha_groups=None, Tensor? alpha_row=None, Tensor? alpha_col=None, Tensor? bias=None, "
+      "Tensor? c=None, bool batch_invariant=False, bool use_fast_accum=False, int b_rows=0, "
+      "str? kernel_name=None, *, Tensor(d!) out, Tensor(e!)[] aux) -> ()");
 // What the operators of products with a formula that is compiled at run time share.
-#define FP4GEMM_GENERATED_SCHEMA                                                                   \
-  "int[] form, Tensor[] inputs, float[] scalars, int[] aux_dtypes, Tensor a, Tensor b, "           \
+#define FP4GEMM_GENERATED_SCHEMA(outputs)                                                          \
+  "int formula, int[] form, Tensor[] inputs, float[] scalars, " outputs                            \
+  ", Tensor a, Tensor b, "                                                                         \
   "Tensor? scale_a=None, Tensor? scale_b=None, Tensor? offs=None, float alpha=1.0, "               \
   "Tensor? alpha_groups=None, Tensor? alpha_row=None, Tensor? alpha_col=None, Tensor? bias=None, " \
   "Tensor? c=None, bool batch_invariant=False, bool use_fast_accum=False, int b_rows=0, "          \
-  "str? kernel_name=None, ScalarType out_dtype=bfloat16"
-  m.def("gemm_generated_source(" FP4GEMM_GENERATED_SCHEMA ") -> str");
-  m.def("gemm_generated_load(Tensor cubin, " FP4GEMM_GENERATED_SCHEMA ") -> int");
-  m.def("gemm_generated(int handle, " FP4GEMM_GENERATED_SCHEMA ") -> Tensor[]");
+  "str? kernel_name=None"
+  m.def("gemm_generated_source(" FP4GEMM_GENERATED_SCHEMA("Tensor out, Tensor[] aux") ") -> str");
+  m.def("gemm_generated_load(Tensor cubin, " FP4GEMM_GENERATED_SCHEMA("Tensor out, Tensor[] aux") ") -> ()");
+  m.def("gemm_generated(" FP4GEMM_GENERATED_SCHEMA("Tensor(d!) out, Tensor(e!)[] aux") ") -> bool");
 #undef FP4GEMM_GENERATED_SCHEMA
   m.def(
       "linear(Tensor x, Tensor weight, Tensor? weight_scales, Tensor weight_amax, Tensor? bias=None, "

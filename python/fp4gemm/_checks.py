@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -201,24 +201,34 @@ def readable(x: Tensor) -> Tensor:
 def no_overlap(c: Tensor, out: Tensor) -> None:
     """Raise ValueError if c and out overlap in memory without being the same view.
 
-    Both have been checked and have the same shape. Two column ranges of one buffer that have no column in
-    common do not overlap, although their rows alternate in memory.
+    Both have been checked and have the same shape and dtype.
     """
-    if c is out or not has_memory(c) or not has_memory(out) or c.numel() == 0:
-        return
-    rows, n, size = c.shape[:-1].numel(), c.shape[-1], c.element_size()
-    strides = [x.stride(-2) if rows > 1 else n for x in (c, out)]
-    spans = [((rows - 1) * stride + n) * size for stride in strides]
-    distance = c.data_ptr() - out.data_ptr()
-    if distance >= spans[1] or -distance >= spans[0]:
-        return
-    if strides[0] == strides[1]:
-        apart = distance // size % strides[0]
-        if distance == 0 or n <= apart <= strides[0] - n:
-            return
-    raise ValueError(
-        "c: overlaps out, must be out itself (the same memory, shape and strides) or apart from it"
-    )
+    if c is not out and overlap(c, out) and _extent(c) != _extent(out):
+        raise ValueError(
+            "c: overlaps out, must be out itself (the same memory, shape and strides) or apart from it"
+        )
+
+
+def overlap(x: Tensor, y: Tensor) -> bool:
+    """Whether two matrices, or stacks of them, with equally many rows overlap in memory.
+
+    Two column ranges of one buffer that have no column in common do not overlap, although their rows
+    alternate in memory.
+    """
+    if not has_memory(x) or not has_memory(y) or x.numel() == 0 or y.numel() == 0:
+        return False
+    (at_x, width_x, stride_x, span_x), (at_y, width_y, stride_y, span_y) = _extent(x), _extent(y)
+    distance = at_x - at_y
+    if distance >= span_y or -distance >= span_x:
+        return False
+    return stride_x != stride_y or not width_y <= distance % stride_x <= stride_x - width_x
+
+
+def _extent(x: Tensor) -> tuple[int, int, int, int]:
+    """The address of a matrix, and in bytes: the width of a row, the stride of rows, and all of it."""
+    rows, width = x.shape[:-1].numel(), x.shape[-1] * x.element_size()
+    stride = x.stride(-2) * x.element_size() if rows > 1 else width
+    return x.data_ptr(), width, stride, (rows - 1) * stride + width
 
 
 def same_device(name: str, x: Tensor, device: torch.device, other: str) -> None:
@@ -535,6 +545,18 @@ def operand_memory(name: str, x: Tensor) -> None:
 def is_eager() -> bool:
     """Whether no graph is traced, no transform of torch.func is active, and no tensor has a tangent."""
     return not torch.compiler.is_compiling() and forward_ad._current_level < 0 and _interpreter() is None
+
+
+def is_direct(tensors: Iterable[Tensor | None]) -> bool:
+    """Whether nothing but the device decides which implementation the dispatcher calls for these tensors.
+
+    Otherwise a graph is traced, or a mode or a subclass of Tensor handles the call.
+    """
+    return (
+        is_eager()
+        and torch._C._len_torch_dispatch_stack() == 0
+        and all(x is None or type(x) in _WITH_MEMORY for x in tensors)
+    )
 
 
 def refuse_tangent(name: str, x: Tensor) -> None:

@@ -102,7 +102,7 @@ class Generated(ctypes.Structure):
         ("matrices", _Matrix * 4),
         ("scalars", c_float * 16),
         ("aux", _Matrix * 4),
-        ("kernel", c_void_p),
+        ("formula", c_void_p),
     ]
 
 

@@ -10,7 +10,6 @@ from torch import Tensor
 from . import _checks
 from ._operands import Operands, chosen_kernel
 from .epilogues import BoundEpilogue, Epilogue
-from .epilogues.program import VECTORS
 from .ops import epilogue as epilogue_ops
 from .ops import gemm as gemm_ops
 from .ops import operators
@@ -25,44 +24,94 @@ __all__ = ["run"]
 def run(function: str, x: Operands, dtype: torch.dtype, terms: Terms) -> Tensor:
     """The product of checked operands, and with auxiliary outputs (D, {name: tensor})."""
     bound = _bound(terms.epilogue)
+    epilogue, program = bound.epilogue, bound.epilogue.program
     _without("activation", terms.activation, None)
     _without("beta", terms.beta, 1.0)
-    _without("out", terms.out, None)
     _checks.is_bool("batch_invariant", terms.batch_invariant)
-    _checks.fast_accum(terms.use_fast_accum, x.a.dtype is gemm_ops.FP8)
+    if terms.use_fast_accum is not False:
+        _checks.fast_accum(terms.use_fast_accum, x.a.dtype is gemm_ops.FP8)
     kernel = None
     if terms.kernel is not None:
         formats = gemm_ops.formats(x.a, x.scale_a, x.scale_b, x.b_rows)
         kernel = chosen_kernel(
-            *(x, x.shape[-1], terms.kernel, formats, dtype, bound.program.halves),
+            *(x, x.shape[-1], terms.kernel, formats, dtype, program.halves),
             *(terms.batch_invariant, terms.use_fast_accum),
         )
     bias, c = _given(bound, "bias", terms.bias), _given(bound, "c", terms.c)
-    program, name, device, n = bound.program, bound.epilogue.name, x.a.device, x.shape[-1]
-    epilogue_ops.check_terms(program, name, bias, c, x.offs is not None)
+    device, n = x.a.device, x.shape[-1]
+    shape = (*x.shape[:-1], program.width(n))
+    epilogue_ops.check_terms(program, epilogue.name, bias, c, x.offs is not None)
     if bias is not None:
         groups = None if x.offs is None else x.offs.shape[0]
         bias = gemm_ops.check_bias(bias, n, device, function, groups)
     if c is not None:
-        gemm_ops.check_c(c, (*x.shape[:-1], program.width(n)), dtype, device, function)
-    aux = [bound.aux_dtypes.get(name, dtype) for name in bound.epilogue.aux]
-    names = [name for kind in VECTORS for name in bound.epilogue.names(kind)]
-    given = [bound.arguments[name] for name in names]
+        gemm_ops.check_c(c, shape, dtype, device, function)
+    outputs = _outputs(bound, terms.out, terms.out_dtype)
+    dtypes = [dtype]
+    for name in epilogue.aux:
+        given = bound.aux_out.get(name)
+        dtypes.append(bound.aux_dtypes.get(name, dtype) if given is None else given.dtype)
+    tensors = [bound.arguments[name] for name in epilogue.inputs]
     inputs = epilogue_ops.check_inputs(
-        program, names, given, x.shape, [dtype, *aux], x.offs, device, function
+        program, epilogue.inputs, tensors, x.shape, dtypes, x.offs, device, function
     )
-    scalars = [
-        gemm_ops.number(bound.epilogue.name_of("scalars", i), value) for i, value in enumerate(bound.scalars)
-    ]
-    a, b, *factors = x.leading()
+    if outputs:
+        named = zip(program.vectors, epilogue.inputs, tensors, strict=True)
+        matrices = [(name, y) for kind, name, y in named if kind == "matrices"]
+        epilogue_ops.check_outputs(list(outputs.items()), shape, c, matrices, device, function)
     call = EpilogueCall(
-        *(a, b, bound.epilogue.text, inputs, scalars, [DTYPES.index(dtype) for dtype in aux]),
-        *(*factors, bias, c, terms.batch_invariant, terms.use_fast_accum, x.b_rows, kernel, dtype),
+        *(x.a, x.b, epilogue.text, inputs, bound.scalars, [DTYPES.index(dtype) for dtype in dtypes[1:]]),
+        *(*x.leading()[2:], bias, c, terms.batch_invariant, terms.use_fast_accum, x.b_rows, kernel, dtype),
     )
-    d, *others = operators.gemm_epilogue(*call)
-    if not others:
-        return cast(Tensor, d)
-    return cast(Tensor, (d, dict(zip(bound.epilogue.aux, others, strict=True))))
+    written = _written(call, epilogue, outputs, shape, dtypes)
+    if not epilogue.aux:
+        return written[0]
+    return cast(Tensor, (written[0], dict(zip(epilogue.aux, written[1:], strict=True))))
+
+
+def _outputs(bound: BoundEpilogue, out: Tensor | None, out_dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """The outputs that are given, by their names in errors; their dtypes are those of outputs."""
+    outputs: dict[str, Tensor] = {}
+    if out is not None:
+        outputs["out"] = _checks.is_tensor("out", out)
+        if out_dtype is not None and out_dtype is not out.dtype:
+            raise ValueError(
+                f"out_dtype: got {out_dtype}, must be {out.dtype}, the dtype of out (or omitted)"
+            )
+    outputs |= {_of_aux(name): y for name, y in bound.aux_out.items()}
+    for name, y in outputs.items():
+        _checks.has_dtype(name, y, DTYPES)
+    return outputs
+
+
+def _of_aux(name: str) -> str:
+    return f"aux_out[{name!r}]"
+
+
+def _written(
+    call: EpilogueCall,
+    epilogue: Epilogue,
+    given: dict[str, Tensor],
+    shape: tuple[int, ...],
+    dtypes: list[torch.dtype],
+) -> list[Tensor]:
+    """D and the auxiliary outputs of a checked call, of which some tensors may be given."""
+    tensors = (call.a, call.b, call.offs, call.bias, call.c, *call.inputs, *given.values())
+    is_direct = call.a.is_cuda and _checks.is_direct(tensors)
+    if not given and not is_direct:
+        return cast("list[Tensor]", operators.gemm_epilogue(*call))
+    names = ["out", *map(_of_aux, epilogue.aux)]
+    outputs = [
+        given[name] if name in given else call.a.new_empty(shape, dtype=dtype)
+        for name, dtype in zip(names, dtypes, strict=True)
+    ]
+    if is_direct:
+        # Below the dispatcher, which converts all arguments to C++ and back, since the implementation is in
+        # Python.
+        epilogue_ops.compute_on_cuda(call, outputs)
+    else:
+        operators.gemm_epilogue_out(*call[:5], *call[6:-1], out=outputs[0], aux=outputs[1:])
+    return outputs
 
 
 def _bound(value: object) -> BoundEpilogue:

@@ -22,7 +22,7 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -224,7 +224,7 @@ def _write(path: Path, data: bytes) -> None:
 
 # ---- the kernels of this process
 
-_KERNELS: dict[tuple[int, str, str], int] = {}  # handles, by device, header of the epilogue and source
+_FORMULAS: dict[str, int] = {}  # addresses of fp4gemm_formula_t, by the headers of epilogues
 
 
 def launch(
@@ -232,27 +232,41 @@ def launch(
     form: list[int],
     inputs: list[Tensor],
     scalars: list[float],
-    aux_dtypes: list[int],
+    out: Tensor,
+    aux: list[Tensor],
     *operands: Any,
-) -> list[Tensor]:
-    """D and the further outputs of a product with an epilogue, on a GPU.
+) -> None:
+    """Write D and the further outputs of a product with an epilogue, on a GPU.
 
     The first call that needs a kernel compiles and loads it. A CUDA graph can be captured after such a call.
 
     Args:
         header: The text of the epilogue (``fp4gemm_generated.hpp``).
-        form, inputs, scalars, aux_dtypes: As those of the operator ``gemm_generated``.
+        form, inputs, scalars, out, aux: As those of the operator ``gemm_generated``.
         *operands: Its parameters from ``a`` on.
     """
-    ops = torch.ops.fp4gemm
-    source = ops.gemm_generated_source(form, inputs, scalars, aux_dtypes, *operands)
-    key = (operands[0].device.index, header, source)
-    handle = _KERNELS.get(key)
-    if handle is None and not source:
-        handle = 0  # D has no elements
-    if handle is None:
-        cubin = torch.frombuffer(bytearray(compiled(source, header)), dtype=torch.uint8)
-        handle = ops.gemm_generated_load(cubin, form, inputs, scalars, aux_dtypes, *operands)
-        handle = _KERNELS.setdefault(key, handle)
-    results: list[Tensor] = ops.gemm_generated(handle, form, inputs, scalars, aux_dtypes, *operands)
-    return results
+    run = _operator("gemm_generated")
+    formula = _FORMULAS.get(header)
+    if formula is None:
+        formula = _FORMULAS.setdefault(header, _new_formula())
+    arguments = (formula, form, inputs, scalars, out, aux, *operands)
+    if run(*arguments):
+        return
+    cubin = bytearray(compiled(_operator("gemm_generated_source")(*arguments), header))
+    _operator("gemm_generated_load")(torch.frombuffer(cubin, dtype=torch.uint8), *arguments)
+    if not run(*arguments):
+        raise RuntimeError("fp4gemm: the kernel of an epilogue was loaded and was not found (this is a bug)")
+
+
+@functools.cache
+def _operator(name: str) -> Callable[..., Any]:
+    """The overload of an operator, which costs no look-up in torch.ops at each call."""
+    overload: Callable[..., Any] = getattr(torch.ops.fp4gemm, name).default
+    return overload
+
+
+def _new_formula() -> int:
+    formula = ctypes.c_void_p()
+    if _native.core().fp4gemm_formula_create(formula) != 0 or formula.value is None:
+        raise RuntimeError(f"fp4gemm: {_native.text(_native.core().fp4gemm_last_error())}")
+    return formula.value

@@ -60,6 +60,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
         [_INT, _INT, _INT64, _INT64, _INT64, *[_INT] * 8],
     ),
     "fp4gemm_quantize_supported": (_INT, [_INT]),
+    "fp4gemm_formula_create": (_INT, [ctypes.POINTER(ctypes.c_void_p)]),
     "fp4gemm_last_error": (_TEXT, []),
     "fp4gemm_status_string": (_TEXT, [_INT]),
 }

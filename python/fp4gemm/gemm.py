@@ -68,8 +68,8 @@ def mm(a: Left, b: Right, **terms: Unpack[GemmTerms]) -> Tensor:
         kernel: the name of a kernel from :func:`fp4gemm.kernels`; None selects one by the sizes.
         epilogue: a function that :func:`fp4gemm.epilogue` has decorated, called with its arguments: D is what
             it makes of acc, in place of the formula above. It says which of bias and c the product has;
-            activation, beta and out must be omitted. On the CPU, on Hopper, where the first call
-            compiles its kernel, and on Blackwell from a library that is built ahead.
+            activation and beta must be omitted. On the CPU, on Hopper, where the first call compiles its
+            kernel, and on Blackwell from a library that is built ahead.
 
     Returns:
         out, or a new tensor on the device of a, written on its current stream. Does not synchronise. If the

@@ -122,7 +122,7 @@ def compute(library: EpilogueLibrary, emulator: Emulator, call: EpilogueCall) ->
         *(x.a, x.b, x.scale_a, x.scale_b, x.offs, x.alpha, x.alpha_groups),
         *(x.alpha_row, x.alpha_col, x.bias, x.c),
     )
-    _, form = epilogue_ops._generated(call.program)
+    form = epilogue_ops._generated(call.program).form
     args = _epilogue_library.structs(operands, form, x.inputs, x.scalars, outputs)
     size = _epilogue_library.workspace_bytes(library, *args, 0)
     workspace = empty((size + 256,), torch.uint8)

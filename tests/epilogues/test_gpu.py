@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from pathlib import Path
 
+import capi
 import fp4gemm
 import pytest
 import torch
 from fp4gemm import _jit, kernel_table
 from fp4gemm import epilogues as ep
+from fp4gemm.epilogues import cpp
 from helpers import assert_bits
 
 from examples import epilogues as examples
@@ -25,7 +28,7 @@ def hopper(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("cache")
         patch.setenv("FP4GEMM_CACHE", str(folder))
-        patch.setattr(_jit, "_KERNELS", {})
+        patch.setattr(_jit, "_FORMULAS", {})
         yield folder / "kernels"
 
 
@@ -142,8 +145,7 @@ def test_pairs_of_ragged_k(n: int, epilogue: ep.Epilogue, gen: torch.Generator) 
     tokens = torch.randn(256, m, generator=gen), torch.randn(256, n, generator=gen)
     left, right = (fp4gemm.quantize(t, axis=0, offs=offs) for t in tokens)
     shapes = {"g": (3, m), "gamma": (3, half), **dict.fromkeys(("mask", "cos", "sin"), (3, m, half))}
-    names = [name for kind in ("rows", "columns", "matrices") for name in epilogue.names(kind)]
-    given = {name: torch.randn(shapes[name], generator=gen) for name in names}
+    given = {name: torch.randn(shapes[name], generator=gen) for name in epilogue.inputs}
     given["bias"] = torch.randn(3, n, generator=gen)
     if epilogue is pair_to_one:
         given["c"] = torch.randn(3, m, half, generator=gen).bfloat16()
@@ -156,6 +158,87 @@ def test_pairs_of_ragged_k(n: int, epilogue: ep.Epilogue, gen: torch.Generator) 
     assert_bits(got.cpu(), want)
     for name, expected in aux.items():
         assert_bits(found[name].cpu(), expected)
+
+
+@pytest.mark.parametrize("prepacked", [False, True], ids=["decoded", "prepacked"])
+def test_given_outputs(prepacked: bool, gen: torch.Generator) -> None:
+    """Into columns of a wider buffer, and with c as D."""
+    x, w = torch.randn(40, 256, generator=gen), torch.randn(128, 256, generator=gen)
+    a, b = fp4gemm.quantize(x), fp4gemm.quantize(w)
+    c, bias = torch.randn(40, 128, generator=gen).bfloat16(), torch.randn(128, generator=gen)
+    on = a.to("cuda"), fp4gemm.prepack(b.to("cuda")) if prepacked else b.to("cuda")
+    want, aux = fp4gemm.mm(a, b, bias=bias, epilogue=examples.squared_relu())
+    wide, pre = torch.full((40, 136), -7.0).bfloat16().cuda(), torch.empty(40, 128).bfloat16().cuda()
+    bound = examples.squared_relu(aux_out={"pre": pre})
+    y, found = fp4gemm.mm(*on, bias=bias.cuda(), epilogue=bound, out=wide[:, :128])
+    assert found["pre"] is pre
+    assert y.data_ptr() == wide.data_ptr()
+    assert_bits(y.cpu(), want)
+    assert_bits(pre.cpu(), aux["pre"])
+    assert bool((wide[:, 128:] == -7).all())
+    residual = c.cuda()
+    fp4gemm.mm(*on, epilogue=examples.scaled_residual(c=residual, scale=0.5), out=residual)
+    assert_bits(residual.cpu(), fp4gemm.mm(a, b, epilogue=examples.scaled_residual(c=c, scale=0.5)))
+
+
+def test_the_operator_and_the_direct_call_agree(gen: torch.Generator) -> None:
+    """A dispatch mode sees the operator, which has the bits of the call without one."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    a, b = (fp4gemm.quantize(torch.randn(64, 256, generator=gen)).to("cuda") for _ in range(2))
+    want, aux = fp4gemm.mm(a, b, epilogue=examples.gelu_and_mul())
+    out = torch.empty_like(want)
+    with FlopCounterMode(display=False) as counter:
+        got, found = fp4gemm.mm(a, b, epilogue=examples.gelu_and_mul())
+        fp4gemm.mm(a, b, epilogue=examples.gelu_and_mul(), out=out)
+    assert counter.get_total_flops() == 2 * 2 * 64 * 64 * 256
+    assert_bits(got.cpu(), want.cpu())
+    assert_bits(out.cpu(), want.cpu())
+    assert_bits(found["up"].cpu(), aux["up"].cpu())
+
+
+@pytest.mark.parametrize("prepacked", [False, True], ids=["nvfp4", "prepacked"])
+def test_tokens_that_the_call_quantizes(prepacked: bool, gen: torch.Generator) -> None:
+    """quantize_a of the C interface, which casts A before the product."""
+    m, n, k = 40, 128, 256
+    x = torch.randn(m, k, generator=gen).bfloat16().cuda()
+    w = fp4gemm.quantize(torch.randn(n, k, generator=gen).cuda())
+    p = fp4gemm.prepack(w)
+    want = fp4gemm.mm(fp4gemm.quantize(x), w, epilogue=examples.soft_cap(cap=3.0), out_dtype=torch.float32)
+    torch.cuda.synchronize()
+    out, library = torch.empty(m, n, device="cuda"), capi.core()
+    packed = capi.Operand(p.data.data_ptr(), None, capi.FORMAT_PREPACKED)
+    codes = capi.Operand(w.codes.data_ptr(), w.scales.data_ptr(), capi.FORMAT_NVFP4)
+    args = capi.GemmArgs(
+        m=m,
+        n=n,
+        k=k,
+        a=capi.Operand(x.data_ptr(), None, capi.FORMAT_BF16),
+        b=packed if prepacked else codes,
+        b_is_constant=int(prepacked),
+        alpha_col=capi.Vector(w.amax.data_ptr(), n),
+        alpha=1 / (36 * 448 * 448),
+        out_dtype=capi.FP32,
+        d=out.data_ptr(),
+        d_row_stride=n,
+        quantize_a=capi.QUANTIZE_A_ROW,
+        a_row_stride=k,
+    )
+    generated = capi.Generated(num_scalars=1, formula=_jit._new_formula())
+    generated.scalars[0] = 3.0
+    cast, size = capi.Cast(e4m3_max=448), ctypes.c_size_t()
+    status = library.fp4gemm_gemm_generated_workspace_bytes(args, cast, generated, 0, size)
+    assert status == capi.SUCCESS, library.fp4gemm_last_error()
+    workspace = torch.full((size.value,), 0xFF, dtype=torch.uint8, device="cuda")
+    stream = torch.cuda.current_stream().cuda_stream
+    launch = (args, cast, generated, workspace.data_ptr(), size.value, 0, stream)
+    assert library.fp4gemm_gemm_generated(*launch) == capi.NOT_LOADED
+    source = ctypes.create_string_buffer(4096)
+    assert library.fp4gemm_generated_source(args, generated, 0, source, 4096) == capi.SUCCESS
+    cubin = _jit.compiled(source.value.decode(), cpp.header(examples.soft_cap.program))
+    assert library.fp4gemm_generated_load(args, generated, 0, cubin) == capi.SUCCESS
+    assert library.fp4gemm_gemm_generated(*launch) == capi.SUCCESS, library.fp4gemm_last_error()
+    assert_bits(out.cpu(), want.cpu())
 
 
 def test_a_product_without_rows(gen: torch.Generator) -> None:
@@ -182,20 +265,17 @@ def test_torch_compile(gen: torch.Generator) -> None:
     assert_bits(function(), fp4gemm.mm(a, b, epilogue=examples.soft_cap()))
 
 
-def test_a_handle_of_another_kernel_is_refused(gen: torch.Generator) -> None:
+def test_a_formula_has_one_kernel_for_each_form(gen: torch.Generator) -> None:
+    """Without the kernel the operator writes nothing and returns False."""
     a, b = (torch.randn(64, 256, generator=gen).half().cuda() for _ in range(2))
-    ops = torch.ops.fp4gemm
-    header = _header()
-    form = [0, 1, 0, 0, 0, 0, 0, 0]
-    source = ops.gemm_generated_source(form, [], [], [], a, b)
-    cubin = torch.frombuffer(bytearray(_jit.compiled(source, header)), dtype=torch.uint8)
-    handle = ops.gemm_generated_load(cubin, form, [], [], [], a, b)
-    assert ops.gemm_generated(handle, form, [], [], [], a, b)[0].shape == (64, 64)
-    with pytest.raises(RuntimeError, match="is the handle of another kernel"):
-        ops.gemm_generated(handle, form, [], [], [], a, b, out_dtype=torch.float16)
-
-
-def _header() -> str:
-    from fp4gemm.epilogues import cpp
-
-    return cpp.header(fp4gemm.epilogue(lambda acc: acc).program)
+    ops, form = torch.ops.fp4gemm, [0, 1, 0, 0, 0, 0, 0, 0]
+    header = cpp.header(fp4gemm.epilogue(lambda acc: acc).program)
+    out = torch.full((64, 64), -7.0).bfloat16().cuda()
+    call = (_jit._new_formula(), form, [], [], out, [], a, b)
+    assert not ops.gemm_generated(*call)
+    assert bool((out == -7).all())
+    cubin = _jit.compiled(ops.gemm_generated_source(*call), header)
+    ops.gemm_generated_load(torch.frombuffer(bytearray(cubin), dtype=torch.uint8), *call)
+    assert ops.gemm_generated(*call)
+    assert_bits(out.cpu(), fp4gemm.scaled_mm(a, b, None, None).cpu())
+    assert not ops.gemm_generated(*call[:4], out.half(), [], a, b)

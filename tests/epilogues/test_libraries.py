@@ -264,13 +264,15 @@ def test_the_operator_calls_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
     def computed(call: EpilogueCall) -> list[torch.Tensor]:
-        dtypes = [torch.bfloat16, torch.float32]
-        return epilogue_ops.compute_by_library(LIBRARY, call, everything.program, FORM, dtypes)
+        outputs = [torch.empty(6, 16, dtype=dtype) for dtype in (call.out_dtype, torch.float32)]
+        generated = epilogue_ops.Generated("", list(FORM), "")
+        epilogue_ops.compute_by_library(LIBRARY, call, generated, outputs)
+        return outputs
 
     d, aux = computed(call)
     assert (d.shape, d.dtype, aux.dtype) == ((6, 16), torch.bfloat16, torch.float32)
     library, product, form, given, scalars, outputs = seen[0]
-    assert (library, form, scalars) == (LIBRARY, FORM, [1.5])
+    assert (library, form, scalars) == (LIBRARY, list(FORM), [1.5])
     assert isinstance(product, _epilogue_library.Operands)
     assert product.alpha == 0.5
     assert [t.dtype for t in given] == [torch.float32] * 3  # type: ignore[attr-defined]

@@ -383,6 +383,134 @@ def test_requires_grad_is_refused(gen: torch.Generator) -> None:
         fp4gemm.mm(a, b, epilogue=examples.row_gate(gate=torch.ones(M, requires_grad=True)))
 
 
+# ---- outputs that are given
+
+
+@pytest.mark.parametrize("grouped", [False, True], ids=["dense", "grouped"])
+def test_given_outputs(grouped: bool, gen: torch.Generator) -> None:
+    """They have the bits of new ones, and rows of no group and columns beside D stay as they were."""
+    a, b = operands(gen, OFFS if grouped else None)
+    rows = int(OFFS[-1]) if grouped else M
+    multiply = fp4gemm.grouped_mm if grouped else fp4gemm.mm
+    bias, dtypes = torch.randn(N, generator=gen), {"pre": torch.float32}
+    want, aux = multiply(a, b, bias=bias, epilogue=examples.squared_relu(aux_dtypes=dtypes))
+    wide, pre = torch.full((M, N + 8), -7.0).bfloat16(), torch.full((M, N), -7.0)
+    out = wide[:, :N]
+    bound = examples.squared_relu(aux_out={"pre": pre})
+    y, found = multiply(a, b, bias=bias, epilogue=bound, out=out)
+    assert y is out
+    assert found["pre"] is pre
+    assert_bits(out[:rows], want[:rows])
+    assert_bits(pre[:rows], aux["pre"][:rows])
+    assert bool((wide[:, N:] == -7).all())
+    assert bool((wide[rows:] == -7).all())
+    assert bool((pre[rows:] == -7).all())
+    y, found = multiply(a, b, bias=bias, epilogue=bound)  # a new D beside a given output
+    assert found["pre"] is pre
+    assert_bits(y[:rows], want[:rows])
+
+
+def test_c_may_be_out(gen: torch.Generator) -> None:
+    a, b = operands(gen)
+    c = torch.randn(M, N, generator=gen).bfloat16()
+    want = fp4gemm.mm(a, b, epilogue=examples.scaled_residual(c=c, scale=0.5))
+    assert fp4gemm.mm(a, b, epilogue=examples.scaled_residual(c=c, scale=0.5), out=c) is c
+    assert_bits(c, want)
+
+
+def test_pairs_into_given_outputs(gen: torch.Generator) -> None:
+    a, b = operands(gen)
+    want, aux = fp4gemm.mm(a, b, epilogue=examples.gelu_and_mul(), out_dtype=torch.float16)
+    out, up = torch.empty(M, N // 2).half(), torch.empty(M, N // 2).half()
+    y, found = fp4gemm.mm(a, b, epilogue=examples.gelu_and_mul(aux_out={"up": up}), out=out)
+    assert list(found) == ["gate", "up"]
+    assert found["up"] is up
+    for got, expected in ((y, want), (found["gate"], aux["gate"]), (up, aux["up"])):
+        assert_bits(got, expected)
+
+
+@fp4gemm.epilogue
+def with_c(acc, c, z: ep.Matrix):
+    return acc + c + z, {"acc": acc}
+
+
+def refused(gen: torch.Generator, message: str, error: type[Exception] = ValueError, **terms: Any) -> None:
+    a, b = operands(gen)
+    with pytest.raises(error, match=message):
+        fp4gemm.mm(a, b, **terms)
+
+
+def test_outputs_that_are_refused(gen: torch.Generator) -> None:
+    buffer = torch.zeros(M, 2 * N).bfloat16()
+    x, y = buffer[:, :N], torch.zeros(M, N).bfloat16()
+    cap, relu, bias = examples.soft_cap(), examples.squared_relu, torch.zeros(N)
+    refused(gen, r"out: shape is \(37, 40\), must be \(37, 48\)", epilogue=cap, out=y[:, :40])
+    refused(gen, r"out: shape is \(37, 48\), must be \(37, 24\)", epilogue=examples.gelu_and_mul(), out=y)
+    refused(gen, "out_dtype: got torch.float16", epilogue=cap, out=y, out_dtype=torch.float16)
+    refused(gen, "out: got ", TypeError, epilogue=cap, out=[y])
+    refused(gen, "out: dtype is torch.int32", TypeError, epilogue=cap, out=torch.zeros(M, N).int())
+    ints = relu(aux_out={"pre": torch.zeros(M, N).int()})
+    refused(gen, r"aux_out\['pre'\]: dtype is torch.int32", TypeError, bias=bias, epilogue=ints)
+    refused(gen, r"aux_out\['pre'\]: stride", bias=bias, epilogue=relu(aux_out={"pre": y.T.contiguous().T}))
+    refused(gen, r"aux_out\['pre'\]: overlaps out", bias=bias, out=y, epilogue=relu(aux_out={"pre": y}))
+    half = buffer[:, 24 : N + 24]
+    refused(gen, r"c: overlaps out", epilogue=examples.scaled_residual(c=x, scale=1.0), out=half)
+    z = torch.zeros(M, N)
+    both = with_c(c=y, z=z, aux_out={"acc": z.clone()})
+    refused(gen, r"out: overlaps c, must be apart", epilogue=both, out=y)
+    refused(gen, r"out: overlaps z, must be apart", epilogue=with_c(c=x, z=y), out=y)
+    refused(gen, r"aux_out\['acc'\]: overlaps z", epilogue=with_c(c=x, z=z, aux_out={"acc": z}))
+    # Two column ranges of one buffer do not overlap.
+    fp4gemm.mm(*operands(gen), epilogue=with_c(c=x, z=z, aux_out={"acc": buffer[:, N:]}), out=y)
+
+
+def test_aux_out_names_outputs() -> None:
+    with pytest.raises(TypeError, match="aux_out: got 'up', must be an auxiliary output of squared_relu"):
+        examples.squared_relu(aux_out={"up": torch.zeros(M, N)})
+    with pytest.raises(TypeError, match=r"aux_out\['pre'\]: got None"):
+        examples.squared_relu(aux_out={"pre": None})  # type: ignore[dict-item]
+    with pytest.raises(TypeError, match="aux_dtypes: got 'pre', must be omitted: aux_out has it"):
+        examples.squared_relu(aux_out={"pre": torch.zeros(M, N)}, aux_dtypes={"pre": torch.float32})
+
+
+def step_out(x: Tensor, out: Tensor, up: Tensor, w: fp4gemm.NVFP4Tensor) -> Tensor:
+    a = fp4gemm.quantize(x)
+    d, aux = fp4gemm.mm(a, w, epilogue=examples.gelu_and_mul(aux_out={"up": up}), out=out)
+    return torch.stack([2 * d, aux["up"], aux["gate"]])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_compile_with_given_outputs(backend: str, gen: torch.Generator) -> None:
+    _, w = operands(gen)
+    function = compiled(step_out, ready(backend))
+    x = torch.randn(M, K, generator=gen).bfloat16()
+    given, expected = ([torch.zeros(M, N // 2).bfloat16() for _ in range(2)] for _ in range(2))
+    assert_bits(function(x, *given, w), step_out(x, *expected, w))
+    for got, want in zip(given, expected, strict=True):
+        assert_bits(got, want)
+
+
+def test_the_operator_with_given_outputs(gen: torch.Generator) -> None:
+    a, b = operands(gen)
+    given = terms_of(gen, (M, N))
+    args = (a.codes, b.codes, every_kind.text, [given["x"], given["y"], given["z"]], [0.5])
+    kwargs = {
+        "scale_a": a.scales,
+        "scale_b": b.scales,
+        "alpha_row": a.amax,
+        "alpha_col": b.amax,
+        "bias": given["bias"],
+        "c": given["c"],
+        "out": torch.empty(M, N).half(),
+        "aux": [torch.empty(M, N)],
+    }
+    opcheck("gemm_epilogue_out", *args, **kwargs)
+    with pytest.raises(ValueError, match=r"aux_dtypes: has 0 numbers, must have 1"):
+        torch.ops.fp4gemm.gemm_epilogue_out(*args, **{**kwargs, "aux": []})
+    with pytest.raises(ValueError, match=r"aux\[0\]: overlaps out"):
+        torch.ops.fp4gemm.gemm_epilogue_out(*args, **{**kwargs, "aux": [kwargs["out"]]})
+
+
 def test_pairs_of_ragged_k(gen: torch.Generator) -> None:
     """Each group has the bits of its dense product, an empty one those of a product of zeros."""
     tokens = torch.randn(M, N, generator=gen), torch.randn(M, 32, generator=gen)

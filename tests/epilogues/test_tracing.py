@@ -198,7 +198,7 @@ def test_binding() -> None:
     assert f(limit=3).scalars == [1.702, 3.0]
     with pytest.raises(
         TypeError,
-        match=r"limits: got 3 \(int\), must be omitted: .*clamped_swiglu are bias, slope, limit, aux_dtypes",
+        match=r"limits: got 3 \(int\), must be omitted: .* are bias, slope, limit, aux_dtypes, aux_out",
     ):
         f(limits=3)
     with pytest.raises(TypeError, match=r"limit: got a torch.float32 tensor.*must be a Python number"):

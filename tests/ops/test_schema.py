@@ -16,8 +16,9 @@ from fp4gemm.ops.operators import OPERATORS
 from fp4gemm.ops.quantize import QuantizeCall
 from fp4gemm.reference.nvfp4 import Quantization
 
-# Every operator but gemm_out, whose parameters follow from those of gemm.
-SCHEMAS = {name: operator.call for name, operator in OPERATORS.items() if name != "gemm_out"}
+# Every operator but those with given outputs, whose parameters follow from those of the others.
+WITH_OUT = ("gemm_out", "gemm_epilogue_out")
+SCHEMAS = {name: operator.call for name, operator in OPERATORS.items() if name not in WITH_OUT}
 TYPES = {
     "Tensor": "Tensor",
     "Tensor | None": "Optional[Tensor]",
@@ -72,7 +73,7 @@ def test_every_operator_has_a_call() -> None:
         "gemm_generated_load",
         "gemm_generated_source",
     }  # in gemm_epilogue, on CUDA
-    assert names == {*SCHEMAS, "gemm_out", *of_epilogues}
+    assert names == {*SCHEMAS, *WITH_OUT, *of_epilogues}
 
 
 def test_gemm_out_is_gemm_with_out_for_out_dtype() -> None:
@@ -82,6 +83,17 @@ def test_gemm_out_is_gemm_with_out_for_out_dtype() -> None:
     ]
     assert (out.name, out.kwarg_only, out.alias_info is not None) == ("out", True, True)
     assert GemmCall._fields[-1] == "out_dtype"
+
+
+def test_gemm_epilogue_out_is_gemm_epilogue_with_outputs_for_dtypes() -> None:
+    *shared, out, aux = registered("gemm_epilogue_out")
+    kept = [a for a in registered("gemm_epilogue") if a.name not in ("aux_dtypes", "out_dtype")]
+    assert [(a.name, str(a.type), a.default_value) for a in shared] == [
+        (a.name, str(a.type), a.default_value) for a in kept
+    ]
+    for argument, name, kind in ((out, "out", "Tensor"), (aux, "aux", "List[Tensor]")):
+        assert (argument.name, str(argument.type), argument.kwarg_only) == (name, kind, True)
+        assert argument.alias_info.is_write
 
 
 @pytest.mark.parametrize("kind", ["reference", "fake", "cpu"])

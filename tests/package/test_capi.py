@@ -79,6 +79,7 @@ def test_structs_have_the_fields_of_the_header(struct: str) -> None:
         ("ERROR_NOT_SUPPORTED", capi.NOT_SUPPORTED),
         ("ERROR_WORKSPACE", capi.WORKSPACE),
         ("ERROR_CUDA", capi.CUDA),
+        ("ERROR_NOT_LOADED", capi.NOT_LOADED),
         ("BF16", capi.BF16),
         ("FP16", capi.FP16),
         ("FP32", capi.FP32),

@@ -10,7 +10,7 @@ from typing import ClassVar, TypeVar
 import torch
 from fp4gemm import _native, activations
 
-SUCCESS, INVALID_ARGUMENT, NOT_SUPPORTED, WORKSPACE, CUDA = range(5)
+SUCCESS, INVALID_ARGUMENT, NOT_SUPPORTED, WORKSPACE, CUDA, NOT_LOADED = range(6)
 BF16, FP16, FP32 = range(3)
 DTYPES = {torch.bfloat16: BF16, torch.float16: FP16, torch.float32: FP32}
 FORMAT_NVFP4, FORMAT_FP16, FORMAT_BF16, FORMAT_PREPACKED, FORMAT_FP32, FORMAT_E4M3 = range(6)
@@ -247,7 +247,7 @@ class Generated(Args):
         ("matrices", GeneratedMatrix * 4),
         ("scalars", c_float * 16),
         ("aux", GeneratedMatrix * 4),
-        ("kernel", c_void_p),
+        ("formula", c_void_p),
     ]
     _defaults_: ClassVar[dict[str, object]] = {"num_results": 1}
 
@@ -300,6 +300,11 @@ def declare(library: ctypes.CDLL) -> ctypes.CDLL:
     library.fp4gemm_generated_source_of_kernel.argtypes = generated
     size_and_formula = [POINTER(GemmArgs), POINTER(Cast), POINTER(Generated), c_int, POINTER(c_size_t)]
     library.fp4gemm_gemm_generated_workspace_bytes.argtypes = size_and_formula
+    gemm_and_formula = [POINTER(GemmArgs), POINTER(Cast), POINTER(Generated), c_void_p, c_size_t]
+    library.fp4gemm_gemm_generated.argtypes = [*gemm_and_formula, c_int, c_void_p]
+    problem = [POINTER(GemmArgs), POINTER(Generated), c_int]
+    library.fp4gemm_generated_source.argtypes = [*problem, c_char_p, c_size_t]
+    library.fp4gemm_generated_load.argtypes = [*problem, c_char_p]
     library.fp4gemm_quantize.argtypes = [POINTER(QuantizeArgs), c_int, c_void_p]
     library.fp4gemm_quantize_searched.argtypes = [POINTER(QuantizeSearchedArgs), c_int, c_void_p]
     library.fp4gemm_quantize_stack.argtypes = [POINTER(QuantizeArgs), c_int, c_int, c_void_p]

@@ -74,7 +74,8 @@ typedef enum fp4gemm_status {
   FP4GEMM_ERROR_INVALID_ARGUMENT = 1, /* an argument is wrong; nothing was launched */
   FP4GEMM_ERROR_NOT_SUPPORTED = 2,    /* no kernel of this build serves the arguments on this device */
   FP4GEMM_ERROR_WORKSPACE = 3,        /* the workspace is missing, too small or misaligned */
-  FP4GEMM_ERROR_CUDA = 4              /* a CUDA call failed */
+  FP4GEMM_ERROR_CUDA = 4,             /* a CUDA call failed */
+  FP4GEMM_ERROR_NOT_LOADED = 5        /* a kernel must be compiled and loaded first: generated.h */
 } fp4gemm_status_t;
 
 typedef enum fp4gemm_dtype { FP4GEMM_BF16 = 0, FP4GEMM_FP16 = 1, FP4GEMM_FP32 = 2 } fp4gemm_dtype_t;

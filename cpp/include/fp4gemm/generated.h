@@ -4,9 +4,9 @@
  * First write the formula as a C++ header (cpp/cutlass_evt/epilogue/generated.hpp says what it defines).
  * fp4gemm_generated_source gives the source of the kernel that a GEMM needs, which includes the header by the
  * name "fp4gemm_generated.hpp". Compile it to a cubin for sm_90a, as C++17 and with every function a device
- * function (NVRTC: -default-device). fp4gemm_generated_load gives the handle of the kernel in this process,
- * and fp4gemm_gemm_generated launches it. Other GEMMs for which fp4gemm_generated_source gives the same text
- * can use the handle.
+ * function (NVRTC: -default-device). fp4gemm_generated_load adds the kernel to those of the formula in this
+ * process, and fp4gemm_gemm_generated launches the one that a GEMM needs. Where it is not loaded yet, that
+ * function returns FP4GEMM_ERROR_NOT_LOADED, so that a caller writes sources for the first GEMMs alone.
  */
 #ifndef FP4GEMM_GENERATED_H_
 #define FP4GEMM_GENERATED_H_
@@ -21,6 +21,10 @@ extern "C" {
 #define FP4GEMM_GENERATED_MOST_MATRICES 4
 #define FP4GEMM_GENERATED_MOST_SCALARS 16
 #define FP4GEMM_GENERATED_MOST_AUX 4
+
+/* A formula in this process, with its kernels that are loaded. It lives as long as the process, and threads
+ * may share it. */
+typedef struct fp4gemm_formula fp4gemm_formula_t;
 
 /* A matrix that the formula reads, or a further output. Rows begin on 16-byte boundaries. */
 typedef struct fp4gemm_generated_matrix {
@@ -46,7 +50,7 @@ typedef struct fp4gemm_generated {
   fp4gemm_generated_matrix_t matrices[FP4GEMM_GENERATED_MOST_MATRICES];
   float scalars[FP4GEMM_GENERATED_MOST_SCALARS];
   fp4gemm_generated_matrix_t aux[FP4GEMM_GENERATED_MOST_AUX]; /* out */
-  const void* kernel; /* the handle, for fp4gemm_gemm_generated alone */
+  fp4gemm_formula_t* formula; /* for fp4gemm_generated_load and fp4gemm_gemm_generated alone */
 } fp4gemm_generated_t;
 
 static inline fp4gemm_generated_t fp4gemm_generated_init(void) {
@@ -57,6 +61,9 @@ static inline fp4gemm_generated_t fp4gemm_generated_init(void) {
   return generated;
 }
 #define FP4GEMM_GENERATED_INIT fp4gemm_generated_init()
+
+/* Sets *formula to a new formula without kernels. */
+FP4GEMM_API fp4gemm_status_t fp4gemm_formula_create(fp4gemm_formula_t** formula);
 
 /* Writes the source of the kernel to `source`, which has `bytes` bytes, with a terminating zero; 4096 are
  * enough. The text is empty if D has no elements, since no kernel is needed then. The data pointers are not
@@ -71,15 +78,15 @@ FP4GEMM_API fp4gemm_status_t fp4gemm_generated_source_of_kernel(const char* kern
                                                                 const fp4gemm_generated_t* generated,
                                                                 char* source, size_t bytes);
 
-/* Loads a cubin for a device, and sets *kernel to the handle of its kernel, which lives as long as the
- * process. args and generated are those for which fp4gemm_generated_source gave the source. */
+/* Loads a cubin for a device, and adds its kernel to generated->formula, unless it has that kernel already.
+ * args and generated are those for which fp4gemm_generated_source gave the source. */
 FP4GEMM_API fp4gemm_status_t fp4gemm_generated_load(const fp4gemm_gemm_args_t* args,
                                                     const fp4gemm_generated_t* generated, int device,
-                                                    const void* cubin, const void** kernel);
+                                                    const void* cubin);
 
 /* fp4gemm_gemm_with_cast, and the query of its workspace, with the formula in place of the one of
  * fp4gemm_gemm: args->activation is FP4GEMM_ACTIVATION_NONE, and args->beta is not used. n is a multiple of
- * 8, and of 16 with pairs. A handle of another kernel than the call needs is refused. */
+ * 8, and of 16 with pairs. */
 FP4GEMM_API fp4gemm_status_t fp4gemm_gemm_generated_workspace_bytes(const fp4gemm_gemm_args_t* args,
                                                                     const fp4gemm_cast_t* cast,
                                                                     const fp4gemm_generated_t* generated,

@@ -22,7 +22,7 @@ _KINDS: dict[Any, str] = {Row: "rows", Column: "columns", Group: "groups", Matri
 _SCALARS = (inspect.Parameter.empty, float)
 _PRODUCT = "acc"
 _OF_COLUMNS = ("col", "bias")  # terms that are a pair of values in a function of pairs
-_DTYPES = "aux_dtypes"
+_DTYPES, _OUT = "aux_dtypes", "aux_out"
 _NUMBERS = {1: "one value", 2: "two values"}
 
 
@@ -42,6 +42,7 @@ class BoundEpilogue(NamedTuple):
     arguments: dict[str, Tensor]  # the tensors by the names of their parameters, bias and c among them
     scalars: list[float]
     aux_dtypes: dict[str, torch.dtype]
+    aux_out: dict[str, Tensor]  # auxiliary outputs that are given, to be written
 
     @property
     def program(self) -> Program:
@@ -141,6 +142,8 @@ class Epilogue:
         program: its operations; ``print(f.program)`` shows them. text: the same as a string.
         parameters: its parameters, in the order of its signature.
         aux: the names of its auxiliary outputs.
+        inputs: the names of the parameters that stand for tensors, but for bias and c: rows, columns, groups
+            and matrices.
     """
 
     def __init__(self, function: Function, pairs: bool) -> None:
@@ -154,6 +157,7 @@ class Epilogue:
         self.text = str(self.program)
         kinds = (*VECTORS, "scalars")
         self._names = {kind: [p.name for p in self.parameters if p.kind == kind] for kind in kinds}
+        self.inputs = [name for kind in VECTORS for name in self._names[kind]]
 
     def _refuse(self, text: str) -> NoReturn:
         fail(f"{self.name}: {text}", self._where)
@@ -172,13 +176,19 @@ class Epilogue:
         return self._names[kind][place] if kind in self._names else kind
 
     def __call__(
-        self, *, aux_dtypes: Mapping[str, torch.dtype] | None = None, **values: Any
+        self,
+        *,
+        aux_dtypes: Mapping[str, torch.dtype] | None = None,
+        aux_out: Mapping[str, Tensor] | None = None,
+        **values: Any,
     ) -> BoundEpilogue:
         """Bind the arguments of the function, by name.
 
         Args:
             aux_dtypes: the dtypes of auxiliary outputs, by name, torch.bfloat16, float16 or float32; one that
                 is omitted has the output type.
+            aux_out: auxiliary outputs to write, by name, of one of these dtypes and of the shape of D; one
+                that is omitted is a new tensor.
             values: tensors for the parameters that are annotated as Row, Column, Group or Matrix, and for
                 bias and c unless the product has them; numbers for all others, which may have defaults.
 
@@ -201,17 +211,25 @@ class Epilogue:
             known = [p.name for p in self.parameters if p.kind in (*VECTORS, "scalars", "bias", "c")]
             raise TypeError(
                 f"{name}: got {_checks.describe(value)}, must be omitted: the arguments of {self.name} are "
-                f"{', '.join([*known, _DTYPES])}"
+                f"{', '.join([*known, _DTYPES, _OUT])}"
             )
-        dtypes = dict(aux_dtypes or {})
+        if not aux_dtypes and not aux_out:
+            return BoundEpilogue(self, tensors, scalars, {}, {})
+        dtypes, outputs = dict(aux_dtypes or {}), dict(aux_out or {})
+        for what, names in ((_DTYPES, dtypes), (_OUT, outputs)):
+            for name in names:
+                if name not in self.aux:
+                    found = ", ".join(self.aux) or "none"
+                    raise TypeError(
+                        f"{what}: got {name!r}, must be an auxiliary output of {self.name}, which has {found}"
+                    )
         for name, dtype in dtypes.items():
-            if name not in self.aux:
-                found = ", ".join(self.aux) or "none"
-                raise TypeError(
-                    f"{_DTYPES}: got {name!r}, must be an auxiliary output of {self.name}, which has {found}"
-                )
             _checks.is_float_dtype(f"{_DTYPES}[{name!r}]", dtype)
-        return BoundEpilogue(self, tensors, scalars, dtypes)
+            if name in outputs:
+                raise TypeError(f"{_DTYPES}: got {name!r}, must be omitted: {_OUT} has it")
+        for name, x in outputs.items():
+            _checks.is_tensor(f"{_OUT}[{name!r}]", x)
+        return BoundEpilogue(self, tensors, scalars, dtypes, outputs)
 
     def _given(self, parameter: Parameter, values: dict[str, Any]) -> Any:
         if parameter.name in values:
@@ -227,7 +245,10 @@ class Epilogue:
                 f"{name}: got {_checks.describe(value)}, must be a Python number; a tensor needs a parameter "
                 "that is annotated as fp4gemm.epilogues.Row, Column, Group or Matrix"
             )
-        return float(value)
+        number = float(value)
+        if not -_checks.FLOAT32_MAX <= number <= _checks.FLOAT32_MAX:
+            raise ValueError(f"{name}: got {value}, must be finite in float32")
+        return number
 
     def __reduce__(self) -> str:
         return self.__qualname__  # pickled by its name, as a function is
@@ -299,7 +320,8 @@ def _parameters(function: Function, pairs: bool, refuse: Callable[[str], NoRetur
     for i, p in enumerate(every):
         if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD, p.POSITIONAL_ONLY) and i >= first:
             refuse(f"parameter {p.name} must be an ordinary parameter, not *, ** or positional-only")
-        if p.name == _DTYPES or (p.name in TERMS and i < first) or (p.name == _PRODUCT and i >= first):
+        is_reserved = (p.name in TERMS and i < first) or (p.name == _PRODUCT and i >= first)
+        if p.name in (_DTYPES, _OUT) or is_reserved:
             refuse(f"parameter {p.name} has a reserved name, must have another one in this place")
         if i < first:
             found.append(Parameter(p.name, _PRODUCT, i))

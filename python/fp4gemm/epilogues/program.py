@@ -79,10 +79,14 @@ class Program:
     pairs: bool = False
     # How many inputs of each kind the program reads; those that it does not read are absent.
     counts: dict[str, int] = dataclasses.field(init=False, compare=False, repr=False)
+    # The kinds of the user's tensors in the order of the operator: rows, columns, groups, matrices.
+    vectors: tuple[str, ...] = dataclasses.field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         counts = collections.Counter(node.op for node in self.nodes if node.is_input)
         object.__setattr__(self, "counts", dict(counts))
+        vectors = tuple(kind for kind in VECTORS for _ in range(counts[kind]))
+        object.__setattr__(self, "vectors", vectors)
 
     @classmethod
     def of(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,10 +18,19 @@ from ..reference.chunks import fp32
 from ..reference.gemm import Product, multiply
 from ..reference.generated import GeneratedEpilogue
 from . import gemm as gemm_ops
-from ._call import Operator, accepts, narrowed
+from ._call import Operator, accepts, has_parameters, narrowed, parameters_of
 from .gemm import GemmCall
 
-__all__ = ["OPERATORS", "EpilogueCall", "check_inputs", "check_terms", "gemm_epilogue"]
+__all__ = [
+    "OPERATORS",
+    "EpilogueCall",
+    "check_inputs",
+    "check_outputs",
+    "check_terms",
+    "compute_on_cuda",
+    "gemm_epilogue",
+    "gemm_epilogue_out",
+]
 
 WITH_LIBRARIES = 10  # the least major compute capability whose kernels are compiled ahead of time
 _FUNCTION = "fp4gemm.mm"
@@ -28,7 +38,10 @@ DTYPES = _checks.FLOAT_DTYPES  # by their numbers in aux_dtypes, those of fp4gem
 
 
 class EpilogueCall(NamedTuple):
-    """``gemm_epilogue``: operands and terms as in :class:`~.gemm.GemmCall`, and a program with its inputs."""
+    """``gemm_epilogue``: operands and terms as in :class:`~.gemm.GemmCall`, and a program with its inputs.
+
+    ``gemm_epilogue_out`` has ``out`` in place of out_dtype and ``aux`` in place of aux_dtypes.
+    """
 
     a: Tensor
     b: Tensor
@@ -71,6 +84,37 @@ class EpilogueCall(NamedTuple):
         return product
 
 
+_WITHOUT_DTYPES = [name for name in EpilogueCall._fields if name not in ("aux_dtypes", "out_dtype")]
+
+
+def _given_outputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> EpilogueCall:
+    """The call of the arguments of ``gemm_epilogue_out``, with the dtypes of its outputs."""
+    given = dict(zip(_WITHOUT_DTYPES, args, strict=False)) | kwargs
+    out, aux = given.pop("out"), given.pop("aux")
+    for name, x in [("out", out), *((f"aux[{i}]", x) for i, x in enumerate(aux))]:
+        _checks.has_dtype(name, _checks.is_tensor(name, x), DTYPES)
+    dtypes = [DTYPES.index(x.dtype) for x in aux]
+    return EpilogueCall(**given, aux_dtypes=dtypes, out_dtype=out.dtype)
+
+
+def _accepts_outputs(
+    function: Callable[[EpilogueCall, Tensor, list[Tensor]], None],
+) -> Callable[..., None]:
+    """Turn a function of a call and its outputs into one with the parameters of ``gemm_epilogue_out``."""
+
+    @functools.wraps(function)
+    def with_parameters(*args: Any, **kwargs: Any) -> None:
+        function(_given_outputs(args, kwargs), kwargs["out"], kwargs["aux"])
+
+    shared = [p for p in parameters_of(EpilogueCall) if p.name in _WITHOUT_DTYPES]
+    outputs = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=kind)
+        for name, kind in (("out", "Tensor"), ("aux", "list[Tensor]"))
+    ]
+    has_parameters(with_parameters, [*shared, *outputs], function)
+    return with_parameters
+
+
 # ---- checks
 
 
@@ -108,28 +152,21 @@ def check_inputs(
     Returns:
         The inputs, of which the vectors are float32.
     """
-    kinds = [kind for kind in VECTORS for _ in range(program.count(kind))]
+    kinds = program.vectors
     if len(inputs) != len(kinds):
         raise ValueError(f"inputs: has {len(inputs)} tensors, must have {len(kinds)}: {', '.join(kinds)}")
-    *lead, m, n = shape
-    groups = [] if offs is None else [offs.shape[0]]
-    width = n // 2 if program.pairs else n
+    n = shape[-1]
     for dtype in out_dtypes:
         step = 16 // dtype.itemsize * (2 if program.halves else 1)
         if n % step:
             raise ValueError(f"b: n is {n}, must be a multiple of {step} for the epilogue and {dtype}")
-    wanted: dict[str, list[tuple[int, ...]]] = {
-        "rows": [(m,), *((g, m) for g in lead)],
-        "columns": [(width,), *((g, width) for g in groups)],
-        "groups": [(g,) for g in groups],
-        "matrices": [(*lead, m, width)],
-    }
     found = []
     for kind, name, value in zip(kinds, names, inputs, strict=True):
         x = _checks.is_tensor(name, value)
         _checks.has_dtype(name, x, _checks.FLOAT_DTYPES)
-        if tuple(x.shape) not in wanted[kind]:
-            raise ValueError(f"{name}: shape is {tuple(x.shape)}, must be {_checks.listing(wanted[kind])}")
+        wanted = _shapes(kind, shape, program.pairs, offs)
+        if x.shape not in wanted:
+            raise ValueError(f"{name}: shape is {tuple(x.shape)}, must be {_checks.listing(wanted)}")
         _checks.same_device(name, x, device, "the operands")
         _checks.no_grad(name, x, function)
         if kind == "matrices":
@@ -137,8 +174,52 @@ def check_inputs(
             found.append(x)
         else:
             _checks.is_contiguous(name, x)
-            found.append(x.to(torch.float32))
+            found.append(x if x.dtype is torch.float32 else x.to(torch.float32))
     return found
+
+
+def _shapes(
+    kind: str, shape: tuple[int, ...], pairs: bool, offs: Tensor | None
+) -> tuple[tuple[int, ...], ...]:
+    """The shapes that an input may have, by the shape of the accumulator."""
+    *lead, m, n = shape
+    width = n // 2 if pairs else n
+    if kind == "matrices":
+        return ((*lead, m, width),)
+    if kind == "rows":
+        return ((m,), *((g, m) for g in lead))
+    groups = () if offs is None else (offs.shape[0],)
+    return ((width,), *((g, width) for g in groups)) if kind == "columns" else (groups,)
+
+
+def check_outputs(
+    outputs: Sequence[tuple[str, Tensor]],
+    shape: tuple[int, ...],
+    c: Tensor | None,
+    matrices: Sequence[tuple[str, Tensor]],
+    device: torch.device,
+    function: str,
+) -> None:
+    """Check tensors that are to be written: D, which is called "out", and auxiliary outputs.
+
+    No output may overlap another one or a matrix that is read. c may be D itself if there are no auxiliary
+    outputs: a kernel may write D before it reads c for an auxiliary output of another dtype.
+
+    Args:
+        outputs: the names and the tensors, D and then the auxiliary ones, all or some of them.
+        shape: theirs. c, matrices: what the product reads, after their checks.
+    """
+    for i, (name, x) in enumerate(outputs):
+        gemm_ops.check_out(x, shape, None, device, function, name)
+        others = [*outputs[:i], *matrices]
+        if c is not None:
+            if name == "out" and len(outputs) == 1:
+                _checks.no_overlap(c, x)
+            else:
+                others.append(("c", c))
+        for other, y in others:
+            if _checks.overlap(x, y):
+                raise ValueError(f"{name}: overlaps {other}, must be apart from it")
 
 
 def _parsed(call: EpilogueCall) -> tuple[Program, list[torch.dtype]]:
@@ -161,6 +242,21 @@ def _parsed(call: EpilogueCall) -> tuple[Program, list[torch.dtype]]:
 
 def _names(call: EpilogueCall) -> list[str]:
     return [f"inputs[{i}]" for i in range(len(call.inputs))]
+
+
+def _check_named(
+    outputs: Sequence[Tensor],
+    shape: tuple[int, ...],
+    call: EpilogueCall,
+    program: Program,
+    inputs: Sequence[Tensor],
+    function: str,
+) -> None:
+    """:func:`check_outputs` with the names of the operator's parameters."""
+    named = [("out", outputs[0]), *((f"aux[{i}]", x) for i, x in enumerate(outputs[1:]))]
+    names = zip(program.vectors, _names(call), inputs, strict=True)
+    matrices = [(name, x) for kind, name, x in names if kind == "matrices"]
+    check_outputs(named, shape, call.c, matrices, call.a.device, function)
 
 
 # ---- the reference
@@ -192,7 +288,16 @@ def gemm_epilogue(call: EpilogueCall) -> list[Tensor]:
     return _by(call, multiply)
 
 
-def _by(call: EpilogueCall, product: Product) -> list[Tensor]:
+@_accepts_outputs
+def gemm_epilogue_out(call: EpilogueCall, out: Tensor, aux: list[Tensor]) -> None:
+    """Write the results of :func:`gemm_epilogue` to out and aux, whose dtypes are the types of the outputs.
+
+    Rows that belong to no group are not written.
+    """
+    _by(call, multiply, [out, *aux])
+
+
+def _by(call: EpilogueCall, product: Product, outputs: list[Tensor] | None = None) -> list[Tensor]:
     program, dtypes = _parsed(call)
     plain, shape, terms = gemm_ops.checked(call.product())
     device, function = plain.a.device, gemm_ops.function_of(plain)
@@ -200,7 +305,10 @@ def _by(call: EpilogueCall, product: Product) -> list[Tensor]:
     out_shape = (*shape[:-1], program.width(shape[-1]))
     if call.c is not None:
         gemm_ops.check_c(call.c, out_shape, call.out_dtype, device, function)
-    outputs = [torch.empty(out_shape, dtype=dtype, device=device) for dtype in dtypes]
+    if outputs is None:
+        outputs = [torch.empty(out_shape, dtype=dtype, device=device) for dtype in dtypes]
+    else:
+        _check_named(outputs, out_shape, call, program, inputs, function)
     tensors: dict[str, list[Tensor]] = {
         "scalars": [fp32(gemm_ops.number("scalars", x), device) for x in call.scalars],
         "aux": outputs[1:],
@@ -222,18 +330,44 @@ def gemm_epilogue_compiled(call: EpilogueCall) -> list[Tensor]:
     return _by(call, gemm_ops.multiply_compiled)
 
 
+@_accepts_outputs
+def gemm_epilogue_out_compiled(call: EpilogueCall, out: Tensor, aux: list[Tensor]) -> None:
+    """:func:`gemm_epilogue_out`, whose right operand is decoded a part at a time."""
+    _by(call, gemm_ops.multiply_compiled, [out, *aux])
+
+
 @accepts(EpilogueCall)
 def gemm_epilogue_cuda(call: EpilogueCall) -> list[Tensor]:
     """:func:`gemm_epilogue` on a GPU, by a kernel that is compiled for the program."""
     program, dtypes = _parsed(call)
-    header, form = _generated(call.program)
-    capability = torch.cuda.get_device_capability(call.a.device)
+    *lead, n = gemm_ops.shape_of(call.product())
+    outputs = [call.a.new_empty((*lead, program.width(n)), dtype=dtype) for dtype in dtypes]
+    compute_on_cuda(call, outputs)
+    return outputs
+
+
+@_accepts_outputs
+def gemm_epilogue_out_cuda(call: EpilogueCall, out: Tensor, aux: list[Tensor]) -> None:
+    """:func:`gemm_epilogue_out` on a GPU, by a kernel that is compiled for the program."""
+    _parsed(call)
+    compute_on_cuda(call, [out, *aux])
+
+
+def compute_on_cuda(call: EpilogueCall, outputs: list[Tensor]) -> None:
+    """Write D and the auxiliary outputs of a call with a valid program, whose tensors are on a GPU."""
+    generated = _generated(call.program)
+    capability = _capability(call.a.get_device())
     if capability[0] >= WITH_LIBRARIES:
-        library = _epilogue_library.find(_hash(call.program), capability)
-        return compute_by_library(library, call, program, form, dtypes)
-    return _jit.launch(
-        header, list(form), call.inputs, call.scalars, call.aux_dtypes, call.a, call.b, *call[6:]
-    )
+        library = _epilogue_library.find(generated.hash, capability)
+        compute_by_library(library, call, generated, outputs)
+        return
+    header, form, (out, *aux) = generated.header, generated.form, outputs
+    _jit.launch(header, form, call.inputs, call.scalars, out, aux, call.a, call.b, *call[6:-1])
+
+
+@functools.cache
+def _capability(device: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
 
 
 def refusal(library: EpilogueLibrary, call: EpilogueCall) -> str:
@@ -255,15 +389,12 @@ def refusal(library: EpilogueLibrary, call: EpilogueCall) -> str:
 
 
 def compute_by_library(
-    library: EpilogueLibrary,
-    call: EpilogueCall,
-    program: Program,
-    form: Sequence[int],
-    dtypes: Sequence[torch.dtype],
-) -> list[Tensor]:
-    """D and auxiliary outputs by a library that was compiled ahead of time, on the device of the operands."""
+    library: EpilogueLibrary, call: EpilogueCall, generated: Generated, outputs: list[Tensor]
+) -> None:
+    """Write D and the auxiliary outputs by a library that was compiled ahead of time."""
     if reason := refusal(library, call):
         raise NotImplementedError(reason)
+    program, dtypes = _parsed(call)
     product = gemm_ops.checked_operands(call.product())
     shape = gemm_ops.checked_shape(product, call.out_dtype)
     alpha, bias, device = gemm_ops.check_alpha(product, _FUNCTION), product.bias, product.a.device
@@ -274,28 +405,30 @@ def compute_by_library(
     out_shape = (shape[0], program.width(shape[1]))
     if call.c is not None:
         gemm_ops.check_c(call.c, out_shape, call.out_dtype, device, _FUNCTION)
-    outputs = [product.a.new_empty(out_shape, dtype=dtype) for dtype in dtypes]
+    _check_named(outputs, out_shape, call, program, inputs, _FUNCTION)
     operands = _epilogue_library.Operands(
         *(product.a, product.b, product.scale_a, product.scale_b, product.offs, alpha),
         *(product.alpha_groups, product.alpha_row, product.alpha_col, bias, call.c),
     )
     scalars = [gemm_ops.number("scalars", x) for x in call.scalars]
-    _epilogue_library.compute(library, operands, form, inputs, scalars, outputs)
-    return outputs
+    _epilogue_library.compute(library, operands, generated.form, inputs, scalars, outputs)
+
+
+class Generated(NamedTuple):
+    """What a GPU needs of a program."""
+
+    header: str  # the C++ header
+    form: list[int]  # the parameter of the operator ``gemm_generated``
+    hash: str
 
 
 @functools.lru_cache(maxsize=1024)
-def _hash(text: str) -> str:
-    return parse(text).hash
-
-
-@functools.lru_cache(maxsize=1024)
-def _generated(text: str) -> tuple[str, tuple[int, ...]]:
-    """The C++ header of a program, and the parameter ``form`` of the operator ``gemm_generated``."""
+def _generated(text: str) -> Generated:
     program = parse(text)
     terms = (int(program.takes("bias")), int(program.takes("c")))
     counts = (program.count(kind) for kind in VECTORS)
-    return cpp.header(program), (int(program.pairs), len(program.results), *terms, *counts)
+    form = [int(program.pairs), len(program.results), *terms, *counts]
+    return Generated(cpp.header(program), form, program.hash)
 
 
 @accepts(EpilogueCall)
@@ -305,9 +438,20 @@ def gemm_epilogue_fake(call: EpilogueCall) -> list[Tensor]:
     return [call.a.new_empty((*lead, program.width(n)), dtype=dtype) for dtype in dtypes]
 
 
+@_accepts_outputs
+def gemm_epilogue_out_fake(call: EpilogueCall, out: Tensor, aux: list[Tensor]) -> None:
+    _parsed(call)
+    gemm_ops.fake_shape(call.product())
+
+
 def gemm_epilogue_flops(*args: Any, out_val: Any = None, out: Any = None, **kwargs: Any) -> int:
     """2 m n k, as of gemm."""
     return gemm_ops.gemm_flops(*EpilogueCall(*args, **kwargs).product())
+
+
+def gemm_epilogue_out_flops(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
+    """2 m n k, as of gemm."""
+    return gemm_ops.gemm_flops(*_given_outputs(args, kwargs).product())
 
 
 OPERATORS = {
@@ -318,5 +462,13 @@ OPERATORS = {
         gemm_epilogue_compiled,
         gemm_epilogue_flops,
         gemm_epilogue_cuda,
+    ),
+    "gemm_epilogue_out": Operator(
+        EpilogueCall,
+        gemm_epilogue_out,
+        gemm_epilogue_out_fake,
+        gemm_epilogue_out_compiled,
+        gemm_epilogue_out_flops,
+        gemm_epilogue_out_cuda,
     ),
 }

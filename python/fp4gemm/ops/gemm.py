@@ -358,15 +358,16 @@ def check_out(
     out_dtype: torch.dtype | None,
     device: torch.device,
     function: str,
+    name: str = "out",
 ) -> Tensor:
     """Check and return an output (m, n) or (g, m, n): rows have unit stride and start 16-byte aligned."""
-    x = _checks.is_tensor("out", value)
-    has_dtype("out", x, FLOAT_DTYPES)
+    x = _checks.is_tensor(name, value)
+    has_dtype(name, x, FLOAT_DTYPES)
     if out_dtype is not None:
         _checks.is_float_dtype("out_dtype", out_dtype)
     if out_dtype is not None and out_dtype is not x.dtype:
         raise ValueError(f"out_dtype: got {out_dtype}, must be {x.dtype}, the dtype of out (or omitted)")
-    _matrix("out", x, shape, device, function)
+    _matrix(name, x, shape, device, function)
     return x
 
 
@@ -729,6 +730,13 @@ def gemm_fake(call: GemmCall) -> Tensor:
 
 def fake_shape(call: GemmCall) -> tuple[int, ...]:
     """The shape of the accumulator of a call of tensors without memory."""
+    shape = shape_of(call)
+    support.warn_untested(call.a)
+    return shape
+
+
+def shape_of(call: GemmCall) -> tuple[int, ...]:
+    """The shape of the accumulator, after those checks that do not need the memory of the tensors."""
     # What the call would be refused for with memory behind the tensors; one on meta brings the others here.
     _checks.same_device("b", call.b, call.a.device, "a")
     _checks.is_float_dtype("out_dtype", call.out_dtype)
@@ -740,9 +748,7 @@ def fake_shape(call: GemmCall) -> tuple[int, ...]:
     else:
         n, k_b = call.b.shape[-2], k_of(call.b)
     groups = call.offs.shape[0] if call.offs is not None and is_ragged_k(call) else None
-    shape = product_shape(call.a.shape[0], k, n, k_b, groups, call.out_dtype)
-    support.warn_untested(call.a)
-    return shape
+    return product_shape(call.a.shape[0], k, n, k_b, groups, call.out_dtype)
 
 
 @_accepts_out

@@ -92,6 +92,7 @@ experts = torch.ops.fp4gemm.experts.default
 gather_records = torch.ops.fp4gemm.gather_records.default
 gemm = torch.ops.fp4gemm.gemm.default
 gemm_epilogue = torch.ops.fp4gemm.gemm_epilogue.default
+gemm_epilogue_out = torch.ops.fp4gemm.gemm_epilogue_out.default
 gemm_out = torch.ops.fp4gemm.gemm_out.default
 linear = torch.ops.fp4gemm.linear.default
 make_records = torch.ops.fp4gemm.make_records.default

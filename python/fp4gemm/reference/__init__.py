@@ -16,7 +16,7 @@ from .formats import decode_e2m1, encode_e2m1, encode_e4m3, encode_e8m0
 
 if TYPE_CHECKING:
     from ..ops.convert import decode, dequantize, mxfp8_dequantize, mxfp8_quantize, prepack, unprepack
-    from ..ops.epilogue import gemm_epilogue
+    from ..ops.epilogue import gemm_epilogue, gemm_epilogue_out
     from ..ops.fp8 import quantize_fp8
     from ..ops.gemm import activate, gemm, gemm_out
     from ..ops.linear import linear
@@ -65,6 +65,7 @@ __all__ = [
     "gather_records",
     "gemm",
     "gemm_epilogue",
+    "gemm_epilogue_out",
     "gemm_out",
     "linear",
     "make_records",
