@@ -24,6 +24,7 @@ from .commands import (
     dense,
     engine,
     ep,
+    epilogues,
     errors,
     gptq,
     gradients,
@@ -95,6 +96,12 @@ MEASURING: tuple[tuple[str, ModuleType, str, tuple[str, ...]], ...] = (
     ),
     ("train", train, "a training step of a layer, by recipe", ("--shapes", "--model", "--m")),
     ("overhead", overhead, "host microseconds of a call", ()),
+    (
+        "epilogues",
+        epilogues,
+        "the ten epilogues in Python of examples/ beside built-in ones",
+        ("--m", "--contenders"),
+    ),
     (
         "upstream",
         upstream,

@@ -6,14 +6,18 @@ by compute capabilities, in which forms operands are multiplied and which baseli
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
-from collections.abc import Collection, Mapping
-from typing import Any, cast
+import multiprocessing
+from collections.abc import Collection, Iterable, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any, NoReturn, cast
+from unittest import mock
 
 import fp4gemm
 import torch
-from fp4gemm import _native, kernel_table, selection, support
+from fp4gemm import _jit, _native, kernel_table, selection, support
 from fp4gemm import activations as _activations
 from fp4gemm.activations import ActivationName
 from fp4gemm.device.products import Product, error_line, gaussian_weights, occupied_groups
@@ -54,6 +58,7 @@ __all__ = [
     "calls_for",
     "capture",
     "chosen_kernel",
+    "compile_ahead",
     "error_line",
     "gaussian_weights",
     "gemm_operator",
@@ -109,6 +114,34 @@ def needs_cores(what: str, form: str = "NVFP4") -> str:
 def streams_prepacked(device: torch.device) -> bool:
     """Whether the layers on a device hold prepacked weights for quantized tokens."""
     return support.streams_prepacked(device)
+
+
+class _Wanted(Exception):
+    """A kernel is not loaded yet."""
+
+
+def compile_ahead(calls: Iterable[Call]) -> None:
+    """Compiles the kernels that calls with epilogues in Python need, by a process for each CPU.
+
+    Calls whose kernels are loaded are made. A kernel that the cache on disk has is not compiled again.
+    """
+    wanted: dict[tuple[str, str], None] = {}
+
+    def note(source: str, header: str) -> NoReturn:
+        wanted[source, header] = None
+        raise _Wanted
+
+    with mock.patch.object(_jit, "compiled", note):
+        for call in calls:
+            with contextlib.suppress(_Wanted, NotImplementedError):
+                call()
+    # The processes use NVRTC alone, so that they may be forked from one that uses the GPU.
+    with ProcessPoolExecutor(mp_context=multiprocessing.get_context("fork")) as pool:
+        list(pool.map(_compile, wanted))
+
+
+def _compile(wanted: tuple[str, str]) -> None:
+    _jit.compiled(*wanted)
 
 
 def chosen_kernel(

@@ -53,6 +53,7 @@ TEXTS = {
         "cosine, max diff: of the logits to those of bf16 merged."
     ),
     "serving": "The layers of a model as vLLM and SGLang call them, quantization of the inputs included.",
+    "epilogues": "Epilogues in Python, and the built-in ones that move the same bytes.",
     "overhead": "Host microseconds of a call, from Python to its return, while the device keeps up.",
     "upstream quantize": "Upstream's table 1: x and x.T, cast in one call as a gradient is.",
     "upstream grouped": "Upstream's table 2: the same of eight tensors, which share the m rows.",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 
-from . import formats, upstream
+from . import epilogues, formats, upstream
 from .page import conditions, refusals
 from .results import Row, refuse_fakes, weight_name
 from .tables import table_lines
@@ -263,6 +263,15 @@ def upstream_tables(rows: Sequence[Row]) -> str:
     return "\n".join([*where, text, "", _refused(mine)])
 
 
+def epilogues_table(rows: Sequence[Row]) -> str:
+    """Epilogues in Python over built-in ones."""
+    mine = [row for row in rows if row["bench"] == epilogues.BENCH]
+    if not mine:
+        return "\n".join(epilogues.lines(rows))
+    words = [_wrapped(_where(mine)), "", *epilogues.lines(rows), "", _wrapped(epilogues.summary(rows))]
+    return "\n".join([*words, "", _refused(mine)])
+
+
 # The blocks of a file, by the name in their marks.
 BLOCKS = {
     "bench": short_table,
@@ -270,6 +279,7 @@ BLOCKS = {
     "bench serving": serving_table,
     "bench formats": formats_table,
     "bench upstream": upstream_tables,
+    "bench epilogues": epilogues_table,
 }
 
 

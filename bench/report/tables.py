@@ -42,6 +42,13 @@ COLUMNS = (
 )
 # The columns of a bench that has others.
 COLUMNS_OF = {
+    "epilogues": (
+        Column("us", "us", "{:.1f}"),
+        Column("of built in", "of_built_in", "{:.2f}"),
+        Column("eager us", "eager_us", "{:.1f}"),
+        Column("of roofline", "of_roofline", "{:.0f} %", 100.0),
+        Column("launches", "launches", "{:d}", 1),
+    ),
     "model": (
         Column("ms", "us", "{:.3f}", 1e-3),
         Column("eager ms", "eager_us", "{:.3f}", 1e-3),
@@ -53,7 +60,7 @@ COLUMNS_OF = {
         Column("weights GB", "weight_gb", "{:.4g}"),
         Column("cosine", "cosine", "{:.4f}"),
         Column("max diff", "max_diff", "{:.2g}"),
-    )
+    ),
 }
 
 
