@@ -71,8 +71,9 @@ inline fp4gemm_vector_t vector_of(char const* name, std::optional<Tensor> const&
   return {static_cast<float const*>(t->const_data_ptr()), numel, dims == 2 ? numel : 0};
 }
 
-/// Checks a weight (n, k), codes with scales or, where rows is not 0, prepacked, and returns n. Its parts are
-/// arguments that begin with `name`. The dtype of the data and the scales are left to the caller.
+/// Checks a weight (n, k), codes or MXFP8 values with scales or, where rows is not 0, prepacked, and returns
+/// n. Its parts are arguments that begin with `name`. The dtype of the data and the scales are left to the
+/// caller.
 ///
 /// @param fp8 The tokens are FP8, so that prepacked bytes are in their order.
 /// @param x The name of the operand that has the same k.
@@ -86,7 +87,8 @@ inline int64_t check_weight(char const* name, Tensor const& data, std::optional<
     STD_TORCH_CHECK(scales.has_value(), name, "_scales: is None, must be given unless ", name,
                     " is prepacked");
     check_dims(name, data, 2);
-    STD_TORCH_CHECK(2 * data.size(1) == k, name, ": k is ", 2 * data.size(1), ", must be ", k, " as of ", x);
+    int64_t const own_k = (is_fp8(data) ? 1 : 2) * data.size(1);
+    STD_TORCH_CHECK(own_k == k, name, ": k is ", own_k, ", must be ", k, " as of ", x);
     return data.size(0);
   }
   STD_TORCH_CHECK(!scales.has_value(), name, "_scales: must be None for a prepacked ", name);
@@ -99,14 +101,20 @@ inline int64_t check_weight(char const* name, Tensor const& data, std::optional<
 }
 
 /// What a product makes of its activations, as its parameter `scaling` says it: a fp4gemm_quantize_a_t, and
-/// the options of the cast in the bits above it.
+/// the options of the cast in the bits above it; or MXFP8, which is no fp4gemm_quantize_a_t.
 struct InputCast {
+  static constexpr int64_t kMxfp8 = 128;
+
   fp4gemm_quantize_a_t quantize_a = FP4GEMM_QUANTIZE_A_NONE;
   fp4gemm_cast_t cast = FP4GEMM_CAST_INIT;
+  bool is_mxfp8 = false;
 
-  explicit InputCast(int64_t scaling) {
-    STD_TORCH_CHECK(scaling >= 0 && scaling < 128, "scaling: is ", scaling,
-                    ", must be 0, 1, 2 or 3, with options of the cast below 128");
+  explicit InputCast(int64_t scaling) : is_mxfp8(scaling == kMxfp8) {
+    if (is_mxfp8) {
+      return;
+    }
+    STD_TORCH_CHECK(scaling >= 0 && scaling < kMxfp8, "scaling: is ", scaling,
+                    ", must be 0, 1, 2 or 3, with options of the cast below 128, or 128");
     quantize_a = static_cast<fp4gemm_quantize_a_t>(scaling & 3);
     int64_t const four_over_six = scaling >> 2 & 3;
     STD_TORCH_CHECK(four_over_six <= FP4GEMM_FOUR_OVER_SIX_MSE, "scaling: is ", scaling,

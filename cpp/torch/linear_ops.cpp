@@ -5,6 +5,7 @@
 
 #include "gemm_call.hpp"
 #include "gemm_ops.hpp"
+#include "quantize_ops.hpp"
 
 namespace fp4gemm_torch {
 namespace {
@@ -93,7 +94,7 @@ fp4gemm_format_t format_of(Tensor const& x) {
 }  // namespace
 
 Tensor linear(Tensor const& x, Tensor const& weight, std::optional<Tensor> weight_scales,
-              Tensor const& weight_amax, std::optional<Tensor> bias, int64_t weight_rows,
+              std::optional<Tensor> weight_amax, std::optional<Tensor> bias, int64_t weight_rows,
               int64_t weight_e4m3_max, int64_t scaling, int64_t activation, std::optional<Tensor> c,
               double beta, std::optional<Tensor> x_scales, std::optional<Tensor> x_amax, int64_t x_e4m3_max,
               bool batch_invariant, bool use_fast_accum, std::optional<std::string> kernel,
@@ -104,6 +105,11 @@ Tensor linear(Tensor const& x, Tensor const& weight, std::optional<Tensor> weigh
   STD_TORCH_CHECK(x_e4m3_max == 448 || x_e4m3_max == 256, "x_e4m3_max: is ", x_e4m3_max,
                   ", must be 448 or 256");
   InputCast const input(scaling);
+  bool const mxfp8 = input.is_mxfp8 && !is_quantized;
+  STD_TORCH_CHECK(mxfp8 == is_fp8(weight), "weight: dtype is ", name_of(weight.scalar_type()), ", must ",
+                  mxfp8 ? "" : "not ", "be Float8_e4m3fn (MXFP8) with scaling ", scaling);
+  STD_TORCH_CHECK(weight_amax.has_value() != mxfp8, "weight_amax: must ", mxfp8 ? "" : "not ",
+                  "be None with scaling ", scaling);
   STD_TORCH_CHECK(is_quantized || (!x_scales.has_value() && x_e4m3_max == 448),
                   "x_amax: is None, must be given with x_scales and with x_e4m3_max 256");
   bool const fp8 = is_quantized ? is_fp8(x) : input.quantize_a == FP4GEMM_QUANTIZE_A_FP8;
@@ -117,7 +123,13 @@ Tensor linear(Tensor const& x, Tensor const& weight, std::optional<Tensor> weigh
   Rows const rows = rows_of("x", x, !quantizes);
   args.m = rows.rows;
   args.k = rows.columns * (x_scales.has_value() ? 2 : 1);
-  if (x_scales.has_value()) {
+  std::optional<std::tuple<Tensor, Tensor>> mxfp8_x;  // values and scales
+  if (mxfp8) {
+    mxfp8_x = mxfp8_quantize(torch::stable::view(rows.tensor, {args.m, args.k}), -1,
+                             ScalarType::Float8_e4m3fn, true, std::nullopt);
+    auto const& [values, scales] = *mxfp8_x;
+    args.a = packed_operand("x", "x_scales", values, scales, 0, args.m, args.k, device);
+  } else if (x_scales.has_value()) {
     args.a = packed_operand("x", "x_scales", rows.tensor, *x_scales, 0, args.m, args.k, device);
   } else if (is_quantized && fp8) {
     check_contiguous("x", rows.tensor, ScalarType::Float8_e4m3fn, device);
@@ -144,7 +156,7 @@ Tensor linear(Tensor const& x, Tensor const& weight, std::optional<Tensor> weigh
                              : quantizes    ? 6 * input.cast.e4m3_max
                              : is_quantized ? 6 * x_e4m3_max
                                             : 1;
-  args.alpha = 1.0f / static_cast<float>(bound_of_x * 6 * weight_e4m3_max);
+  args.alpha = mxfp8 ? 1.0f : 1.0f / static_cast<float>(bound_of_x * 6 * weight_e4m3_max);
   args.bias = vector_of("bias", bias, 0, args.n, device);
   args.activation = static_cast<fp4gemm_activation_t>(narrow("activation", activation));
 

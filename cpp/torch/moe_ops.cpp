@@ -163,6 +163,7 @@ Tensor experts(Tensor const& x, Tensor const& topk_ids, Tensor const& topk_weigh
   check_dims("x", x, 2);
   STD_TORCH_CHECK(x.is_contiguous(), "x: must be contiguous");
   InputCast const input(scaling);
+  STD_TORCH_CHECK(!input.is_mxfp8, "scaling: is ", scaling, ", must be another one for experts");
   bool const fp8 = input.quantize_a == FP4GEMM_QUANTIZE_A_FP8;
   check_fast_accum(use_fast_accum, fp8);
   STD_TORCH_CHECK(w13.dim() > 0, "w13: has 0 dimensions, must have 3, or 2 with w13_rows");

@@ -115,7 +115,7 @@ STABLE_TORCH_LIBRARY(fp4gemm, m) {
   m.def("gemm_generated(" FP4GEMM_GENERATED_SCHEMA("Tensor(d!) out, Tensor(e!)[] aux") ") -> bool");
 #undef FP4GEMM_GENERATED_SCHEMA
   m.def(
-      "linear(Tensor x, Tensor weight, Tensor? weight_scales, Tensor weight_amax, Tensor? bias=None, "
+      "linear(Tensor x, Tensor weight, Tensor? weight_scales, Tensor? weight_amax, Tensor? bias=None, "
       "int weight_rows=0, int weight_e4m3_max=448, int scaling=1, int activation=0, Tensor? c=None, "
       "float beta=1.0, Tensor? x_scales=None, Tensor? x_amax=None, int x_e4m3_max=448, "
       "bool batch_invariant=False, bool use_fast_accum=False, str? kernel_name=None, "

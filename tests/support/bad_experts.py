@@ -211,7 +211,7 @@ add_together(
     "has 63 rows, must have 64, the d of x",
     "w2",
 )
-add(X, "scaling", "value", lambda: 128, VALUE, "got 128, must be 0, 1, 2 or 3, with options of the cast")
+add(X, "scaling", "value", lambda: 129, VALUE, "got 129, must be 0, 1, 2 or 3, with options of the cast")
 add(X, "scaling", "type", lambda: "row", TYPE, "got 'row' (str), must be an int")
 add(X, "use_fast_accum", "type", lambda: 1, TYPE, "got 1 (int), must be True or False")
 add(X, "use_fast_accum", "value", lambda: True, VALUE, "got True, must be False unless the tokens are FP8")

@@ -37,7 +37,7 @@ add(
 add("x-k", VALUE, "k is 48, must be a positive multiple of 32", x=X[:, :48])
 add("x-other k", VALUE, "k is 64, must be 32, the k of x", "weight", x=X[:, :32])
 add("x-grad", NOT, "requires grad", x=X.clone().requires_grad_())
-add("scaling", VALUE, "got 128, must be 0, 1, 2 or 3, with options of the cast of 1 and 2", scaling=128)
+add("scaling", VALUE, "got 129, must be 0, 1, 2 or 3, with options of the cast of 1 and 2", scaling=129)
 add("scaling-six", VALUE, "got 13, must be 0, 1, 2 or 3, with options", "scaling", scaling=13)
 add("scaling-a16", VALUE, "got 4, must have no options of the cast beside 0", "scaling", scaling=4)
 add("scaling-fp8", VALUE, "got 67, must have no options of the cast beside 3", "scaling", scaling=67)

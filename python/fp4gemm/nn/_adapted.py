@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -166,7 +166,7 @@ def low_rank_product(rows: Tensor, adapter: LowRank, offs: Tensor) -> Tensor:
 def dense(w: OperandParts, k: int, dtype: torch.dtype) -> Tensor:
     """W (g, n, k), dequantized."""
     codes, scales = (w.data, w.scales) if w.scales is not None else operators.unprepack(w.data, w.rows, k)
-    return NVFP4Tensor._trusted(codes, scales, w.amax, w.e4m3_max).dequantize(dtype)
+    return NVFP4Tensor._trusted(codes, scales, cast(Tensor, w.amax), w.e4m3_max).dequantize(dtype)
 
 
 def transpose(w: OperandParts, k: int) -> OperandParts:

@@ -350,7 +350,7 @@ class WeightModule(torch.nn.Module):
         return OperandParts(
             held[PREPACKED if is_prepacked else "weight_codes"],  # type: ignore[arg-type]
             held.get("weight_scales"),
-            held["weight_amax"],  # type: ignore[arg-type]
+            held["weight_amax"],
             self._e4m3_max,
             self.out_features if is_prepacked else 0,
             held["bias"],

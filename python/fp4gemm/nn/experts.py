@@ -498,7 +498,7 @@ class Experts(Invariant, torch.nn.Module):
         adapters2: Sequence[LowRank] = (),
     ) -> Tensor:
         d = self.w13.in_features
-        x, ids, weights = check_tokens(x, topk_ids, topk_weights, d, w13.amax.device)
+        x, ids, weights = check_tokens(x, topk_ids, topk_weights, d, w13.data.device)
         if self.check_finite != "off":
             refuse_not_finite(x, self)
         shape, dtype = x.shape, x.dtype
@@ -619,7 +619,7 @@ class StackedWeight(WeightModule):
         held = self._operand_parts()
         # Not weights that accelerate brings to the device for one forward, nor those still to be prepacked.
         is_final = held.scales is None or self._is_captured
-        is_final = is_final or not support.streams_prepacked(held.amax.device, tokens)
+        is_final = is_final or not support.streams_prepacked(held.data.device, tokens)
         if is_final and not is_traced and "_hf_hook" not in self.__dict__:
             self._known_held, self._known_tokens = held, tokens
         return held

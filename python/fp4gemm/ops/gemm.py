@@ -69,7 +69,10 @@ class GemmCall(NamedTuple):
         """The product of operands with all their factors and the bias of b; a Tensor is not quantized."""
         if isinstance(a, OperandParts):
             data, scales, amax = a.data, a.scales, a.amax
-            alpha = ALPHA_FP8[b.e4m3_max] if data.dtype is FP8 else ALPHA[a.e4m3_max, b.e4m3_max]
+            if data.dtype is not FP8:
+                alpha = ALPHA[a.e4m3_max, b.e4m3_max]
+            else:  # 1 with block scales, which MXFP8 has
+                alpha = ALPHA_FP8[b.e4m3_max] if scales is None else 1.0
         else:
             data, scales, amax, alpha = a, None, None, ALPHA_UNQUANTIZED[b.e4m3_max]
         data_b, scales_b, amax_b, _, rows, bias = b

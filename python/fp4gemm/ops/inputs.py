@@ -11,14 +11,14 @@ from torch import Tensor
 from .. import _checks
 from .quantize import QuantizeCall
 
-__all__ = ["FP8_ROW", "NOT_QUANTIZED", "ROW", "TENSOR", "InputCast", "checked_input"]
+__all__ = ["FP8_ROW", "MXFP8", "NOT_QUANTIZED", "ROW", "TENSOR", "InputCast", "checked_input"]
 
 # The scaling: 0 does not quantize x; 1 gives each row an amax, 2 all rows together, or those of a group; 3
-# quantizes x to FP8 tokens, with an amax for each row.
-NOT_QUANTIZED, ROW, TENSOR, FP8_ROW = 0, 1, 2, 3
+# quantizes x to FP8 tokens, with an amax for each row; 128 quantizes x to MXFP8, as the weight is.
+NOT_QUANTIZED, ROW, TENSOR, FP8_ROW, MXFP8 = 0, 1, 2, 3, 128
 _OPTIONS = 4  # the options of the cast lie above the bits of the scaling; InputCast of cpp/torch reads them
 _FAST_ERROR, _WITH_256, _PER_TOKEN = 16, 32, 64
-_END = 128
+_END = 128  # of the numbers with options
 
 
 class InputCast(NamedTuple):
@@ -67,7 +67,8 @@ def _of_number(number: int) -> InputCast:
     four_over_six = number // _OPTIONS % 4
     if not 0 <= number < _END or four_over_six > 2:
         raise ValueError(
-            f"scaling: got {number}, must be 0, 1, 2 or 3, with options of the cast of 1 and 2 below {_END}"
+            f"scaling: got {number}, must be 0, 1, 2 or 3, with options of the cast of 1 and 2 below {_END}, "
+            f"or {MXFP8}"
         )
     bounds = max(_checks.E4M3_BOUNDS), min(_checks.E4M3_BOUNDS)
     made = InputCast(
@@ -87,7 +88,7 @@ def _of_number(number: int) -> InputCast:
 
 
 def _casts() -> dict[int, InputCast]:
-    found = {}
+    found = {MXFP8: InputCast(MXFP8)}
     for number in range(_END):
         with contextlib.suppress(ValueError):
             found[number] = _of_number(number)

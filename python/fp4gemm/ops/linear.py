@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import _checks, activations, support
+from .. import _checks, _formats, activations, support
 from . import gemm as gemm_ops
 from ._call import Operator, accepts
+from .convert import mxfp8_quantize
 from .fp8 import quantize_fp8
 from .gemm import GemmCall, gemm, gemm_compiled
-from .inputs import FP8_ROW, NOT_QUANTIZED, checked_input
+from .inputs import FP8_ROW, MXFP8, NOT_QUANTIZED, checked_input
 from .parts import OperandParts, checked_weight
 from .quantize import quantize, quantize_compiled
 
@@ -27,7 +28,7 @@ class LinearCall(NamedTuple):
     x: Tensor
     weight: Tensor
     weight_scales: Tensor | None
-    weight_amax: Tensor
+    weight_amax: Tensor | None
     bias: Tensor | None = None
     weight_rows: int = 0  # n of a prepacked weight; 0: it is not prepacked
     weight_e4m3_max: int = 448
@@ -70,6 +71,11 @@ class LinearCall(NamedTuple):
         """Whether the product is with FP8 tokens, which x holds or becomes."""
         return self.scaling == FP8_ROW if self.x_amax is None else self.x.dtype is gemm_ops.FP8
 
+    @property
+    def is_mxfp8(self) -> bool:
+        """Whether x becomes MXFP8, as the weight is."""
+        return self.scaling == MXFP8 and self.x_amax is None
+
 
 class Shape(NamedTuple):
     """The sizes and the dtype that follow from a checked call."""
@@ -99,7 +105,8 @@ def checked(call: LinearCall) -> Shape:
         _checks.vector("x_amax", call.x_amax, m, x.device, "x")
     if call.x_scales is not None:
         _checks.scales("x_scales", call.x_scales, m, k, x.device, "x")
-    n = checked_weight("weight", call.weight_parts, k, x, fp8=call.is_fp8)
+    form = _formats.MXFP8 if call.is_mxfp8 else _formats.NVFP4
+    n = checked_weight("weight", call.weight_parts, k, x, fp8=call.is_fp8, form=form)
     if call.out_dtype is not None:
         _checks.is_float_dtype("out_dtype", call.out_dtype)
         dtype = call.out_dtype
@@ -161,7 +168,8 @@ def linear(call: LinearCall) -> Tensor:
     :func:`gemm` with alpha = fl(1 / (36 * B_x * weight_e4m3_max)), B_x the bound that x is quantized with, or
     was, x_e4m3_max. With scaling 0, x is not quantized: there is no amax_x, and
     alpha = fl(1 / (6 * weight_e4m3_max)). With scaling 3, or an x of FP8 tokens, the bits are those of
-    :func:`quantize_fp8` and :func:`gemm` with alpha = fl(1 / (448 * 6 * weight_e4m3_max)).
+    :func:`quantize_fp8` and :func:`gemm` with alpha = fl(1 / (448 * 6 * weight_e4m3_max)). With scaling 128
+    they are those of :func:`mxfp8_quantize` and :func:`gemm` with alpha = 1, and there is no amax.
 
     Args:
         x: bfloat16, float16 or (unless scaling is 0) float32 (..., k), k a multiple of 32 (of 64 for
@@ -169,15 +177,16 @@ def linear(call: LinearCall) -> Tensor:
             :func:`quantize_decoded`, FP8 tokens float8_e4m3fn (..., k) as of :func:`quantize_fp8`, or with
             x_scales uint8 codes (..., k/2). The dimensions before the last one together are the m rows.
         weight: uint8 codes (n, k/2), or the bytes of a prepacked weight, (bytes,): int8 for FP8 tokens, uint8
-            for all others.
+            for all others. With scaling 128 float8_e4m3fn values (n, k).
         weight_scales: float8_e4m3fn (ceil128(n), ceil4(k/16)), swizzled; None if the weight is prepacked.
-        weight_amax: float32 (n,) or (1,).
+            With scaling 128 float8_e8m0fnu (ceil128(n), ceil4(k/32)).
+        weight_amax: float32 (n,) or (1,); None with scaling 128.
         bias: float32 (n,), or None.
         weight_rows: n if the weight is prepacked, else 0.
         weight_e4m3_max: 448 or 256, the bound that the weight was quantized with.
         scaling: 0 does not quantize x; 1 gives each row of x an amax, 2 all rows together one; 3 makes
-            FP8 tokens of x, with an amax for each row. 1 and 2 with options of the cast are the number of an
-            :class:`.inputs.InputCast`. It is not read with x_amax.
+            FP8 tokens of x, with an amax for each row; 128 makes MXFP8 of it. 1 and 2 with options of the
+            cast are the number of an :class:`.inputs.InputCast`. It is not read with x_amax.
         activation: a number as in :func:`activate`.
         c: a tensor of the shape and the dtype of y, any strides, or None.
         beta: one number, rounded to float32; it must be 1 without c.
@@ -206,6 +215,9 @@ def _linear_by(call: LinearCall, quantize: Callable[..., Any], gemm: Callable[..
     elif call.scaling == FP8_ROW:
         data, amax = quantize_fp8(rows)
         a = OperandParts(data, None, amax)
+    elif call.scaling == MXFP8:
+        values, block_scales = mxfp8_quantize(rows, -1, gemm_ops.FP8, True)
+        a = OperandParts(values, block_scales, None)
     elif call.scaling != NOT_QUANTIZED:
         cast = checked_input(call.scaling)
         data, scales, amax = quantize(*cast.quantize_call(rows))

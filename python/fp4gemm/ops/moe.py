@@ -19,7 +19,7 @@ from ..reference.chunks import gathered
 from ._call import Operator, accepts, narrowed
 from .fp8 import quantize_fp8
 from .gemm import GemmCall, gemm, gemm_compiled
-from .inputs import FP8_ROW, NOT_QUANTIZED, checked_input
+from .inputs import FP8_ROW, MXFP8, NOT_QUANTIZED, checked_input
 from .parts import OperandParts, checked_stack
 from .quantize import QuantizeDecodedCall, quantize_decoded, quantize_decoded_compiled
 
@@ -247,7 +247,10 @@ class ExpertsCall(NamedTuple):
 def check_experts(call: ExpertsCall) -> Activation:
     """Check the arguments of experts, except for the routing, and return the activation."""
     function = "fp4gemm.experts"
-    quantizes = checked_input(call.scaling).scaling != NOT_QUANTIZED
+    cast = checked_input(call.scaling)
+    if cast.scaling == MXFP8:
+        raise ValueError(f"scaling: got {call.scaling}, must be another one for experts")
+    quantizes = cast.scaling != NOT_QUANTIZED
     fp8 = call.scaling == FP8_ROW
     k_step = _checks.FP8_STEP if fp8 else _checks.K_STEP_MM
     x = _checks.quantize_input(

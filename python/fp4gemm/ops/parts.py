@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import _checks
+from .._formats import NVFP4, BlockFormat
 
 __all__ = ["OperandParts", "checked_stack", "checked_weight"]
 
@@ -15,30 +16,47 @@ __all__ = ["OperandParts", "checked_stack", "checked_weight"]
 class OperandParts(NamedTuple):
     """The tensors of a quantized matrix or stack, the numbers that say what they mean, and a bias.
 
-    The values are ``q * s * amax / (6 * e4m3_max)``, and those of FP8 tokens ``data * amax / 448``. The
-    operators take these one by one, each in the order of its schema, which ``GemmCall.of``, ``LinearCall.of``
-    and ``ExpertsCall.arguments`` know. Nothing is checked here; the operators do that.
+    The values are ``q * s * amax / (6 * e4m3_max)``, those of FP8 tokens ``data * amax / 448``, and those of
+    MXFP8 ``v * s``. The operators take these one by one, each in the order of its schema, which
+    ``GemmCall.of``, ``LinearCall.of`` and ``ExpertsCall.arguments`` know. Nothing is checked here; the
+    operators do that.
     """
 
     # Codes (.., n, k/2); the bytes of a prepacked weight, (bytes,) or (g, bytes); values q * s; or FP8 tokens
-    # (m, k).
+    # (m, k). Of MXFP8 the e4m3 values (.., n, k).
     data: Tensor
-    scales: Tensor | None  # swizzled block scales, (.., ceil128(n), ceil4(k/16)); only beside codes
-    amax: Tensor  # float32 (1,) or (n,); (g, 1) or (g, n)
+    # Swizzled block scales, (.., ceil128(n), ceil4(k/16)), of MXFP8 with k/32; only beside codes and MXFP8.
+    scales: Tensor | None
+    amax: Tensor | None  # float32 (1,) or (n,); (g, 1) or (g, n); None of MXFP8
     e4m3_max: int = 448
     rows: int = 0  # n of a prepacked weight, else 0
     bias: Tensor | None = None  # what the product of a weight adds, float32 (n,) or (g, n)
 
 
-def checked_weight(name: str, w: OperandParts, k: int, x: Tensor, of_x: str = "x", fp8: bool = False) -> int:
+def checked_weight(
+    name: str,
+    w: OperandParts,
+    k: int,
+    x: Tensor,
+    of_x: str = "x",
+    fp8: bool = False,
+    form: BlockFormat = NVFP4,
+) -> int:
     """Check a weight (n, k) beside x, but not its bias, and return n.
 
     Args:
         name: the names of its tensors begin with this. of_x: the name of x. fp8: whether the product is with
-            FP8 tokens, which need prepacked bytes in their own order.
+            FP8 tokens, which need prepacked bytes in their own order. form: the format of the weight; only
+            one in NVFP4 has an amax and may be prepacked.
     """
     _checks.same_device(name, _checks.is_tensor(name, w.data), x.device, of_x)
     _checks.is_int(f"{name}_rows", w.rows, 0)
+    if form is not NVFP4 and (w.rows or w.amax is not None):
+        what, unset = ("rows", "0") if w.rows else ("amax", "None")
+        raise ValueError(
+            f"{name}_{what}: got {_checks.describe(getattr(w, what))}, must be {unset} of a weight in "
+            f"{form.name.upper()}"
+        )
     if w.rows:
         _no_scales(name, w.scales, "a prepacked weight")
         _checks.prepacked_order(name, w.data, fp8)
@@ -50,11 +68,12 @@ def checked_weight(name: str, w: OperandParts, k: int, x: Tensor, of_x: str = "x
     else:
         if w.scales is None:
             raise ValueError(f"{name}_scales: got None, must be given unless the weight is prepacked")
-        codes, _ = _checks.packed_operand(name, w.data, f"{name}_scales", w.scales)
+        codes, _ = _checks.packed_operand(name, w.data, f"{name}_scales", w.scales, form)
         n = codes.shape[0]
-        if 2 * codes.shape[1] != k:
-            raise ValueError(f"{name}: k is {2 * codes.shape[1]}, must be {k}, the k of {of_x}")
-    _checks.vector(f"{name}_amax", w.amax, n, x.device, of_x)
+        if form.k_of(codes) != k:
+            raise ValueError(f"{name}: k is {form.k_of(codes)}, must be {k}, the k of {of_x}")
+    if form is NVFP4:
+        _checks.vector(f"{name}_amax", w.amax, n, x.device, of_x)
     _checks.is_one_of(f"{name}_e4m3_max", w.e4m3_max, _checks.E4M3_BOUNDS)
     return n
 

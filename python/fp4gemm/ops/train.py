@@ -215,8 +215,8 @@ def _forward_by(call: TrainForwardCall, operators: _Operators) -> tuple[Tensor, 
     x = _quantized(call, call.x, -1, call.decoded, operators)
     y = operators.gemm(*GemmCall.of(x, call.w_parts, out_dtype=call.x.dtype))
     x_t = _quantized(call, call.x, 0, False, operators)
-    if x_t.scales is None:
-        raise RuntimeError("x_t has no scales")
+    if x_t.scales is None or x_t.amax is None:
+        raise RuntimeError("x_t has no scales or no amax")
     return y, x_t.data, x_t.scales, x_t.amax
 
 
