@@ -40,4 +40,4 @@ def _device(layer: Linear | Experts) -> torch.device:
         return torch.device("cuda", place)
     if place is not None:
         return torch.device(place)
-    return (layer.w13 if isinstance(layer, Experts) else layer).weight_amax.device
+    return (layer.w13 if isinstance(layer, Experts) else layer)._device

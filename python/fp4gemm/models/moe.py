@@ -24,9 +24,10 @@ from torch import Tensor
 from .. import _checks, activations
 from .._names import STACKED
 from ..activations import Activation, ActivationName
+from ..nn._formats import interleaved
 from ..nn._hooks import materialized
 from ..nn._inputs import check_float_weight, k_step
-from ..nn.experts import Experts, Layout, check_shapes, interleaved
+from ..nn.experts import Experts, Layout, check_shapes
 from ..recipe import LayerActivations
 
 FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")  # has_post_expert_norm is younger

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,11 +17,11 @@ from torch.autograd.function import once_differentiable
 
 from .. import _checks, activations
 from ..activations import Activation, ActivationName
-from ..containers.nvfp4 import NVFP4Tensor
 from ..ops import operators
 from ..ops.parts import OperandParts
 from ..quantize import quantize
 from ._by_parts import product, rounded_sum
+from ._formats import format_of_parts
 
 __all__ = ["Block", "Frozen", "LowRank", "adapted_experts", "check_adapter", "transpose"]
 
@@ -163,15 +163,9 @@ def low_rank_product(rows: Tensor, adapter: LowRank, offs: Tensor) -> Tensor:
 # ---- the weight in other forms
 
 
-def dense(w: OperandParts, k: int, dtype: torch.dtype) -> Tensor:
-    """W (g, n, k), dequantized."""
-    codes, scales = (w.data, w.scales) if w.scales is not None else operators.unprepack(w.data, w.rows, k)
-    return NVFP4Tensor._trusted(codes, scales, cast(Tensor, w.amax), w.e4m3_max).dequantize(dtype)
-
-
 def transpose(w: OperandParts, k: int) -> OperandParts:
     """Q(W^T), (g, k, n)."""
-    return quantize(dense(w, k, torch.float32), axis=0)._operand_parts()
+    return quantize(format_of_parts(w).dense(w, k, torch.float32), axis=0)._operand_parts()
 
 
 # ---- the parts of the block
@@ -277,7 +271,8 @@ class _Product(torch.autograd.Function):
             if ctx.needs_input_grad[0]:
                 if ctx.transposed is None:
                     w = OperandParts(data, scales, amax, ctx.e4m3_max, ctx.rows)
-                    drows = grouped_product(dz, dense(w, ctx.k, dz.dtype), offs)
+                    dense = format_of_parts(w).dense(w, ctx.k, dz.dtype)
+                    drows = grouped_product(dz, dense, offs)
                 else:
                     drows = product(dz, ctx.transposed, offs, 1, ctx.options, dz.dtype)
             if ctx.needs_input_grad[1]:

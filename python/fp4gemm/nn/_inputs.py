@@ -127,23 +127,6 @@ def check_float_weight(name: str, weight: Tensor, shape: tuple[int, ...]) -> Non
             raise ValueError(f"{name}: {num_bad} values are NaN or infinite, must all be finite")
 
 
-def check_quantized_weight(weight: object, name: str = "weight", rank: int = 2) -> NVFP4Tensor:
-    """The weight itself; raises TypeError or ValueError unless it is a plain NVFP4 matrix or stack."""
-    if not isinstance(weight, NVFP4Tensor):
-        raise TypeError(f"{name}: got {_checks.describe(weight)}, must be an NVFP4Tensor")
-    if weight.offs is not None:
-        raise ValueError(f"{name}: has {weight.offs.shape[0]} groups (offs), must have none")
-    if weight.ndim != rank:
-        wanted = "(n, k)" if rank == 2 else "(g, n, k)"
-        raise ValueError(f"{name}: shape is {tuple(weight.shape)}, must be {wanted}")
-    if weight.hadamard_signs is not None:
-        raise ValueError(
-            f"{name}: was rotated (hadamard_signs {weight.hadamard_signs:#06x}), must not be: "
-            "the layer does not rotate its input"
-        )
-    return weight
-
-
 def check_bias(bias: object, *shape: int, device: torch.device, name: str = "bias") -> Tensor:
     """Return the bias; raise TypeError or ValueError unless it is a float tensor of the given shape."""
     x = _checks.is_tensor(name, bias)

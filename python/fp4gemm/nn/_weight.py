@@ -1,4 +1,4 @@
-"""WeightModule, the base class of modules with an NVFP4 weight: buffers, updates, moves and checkpoints."""
+"""WeightModule, the base class of modules with a quantized weight: buffers, updates, moves, checkpoints."""
 
 from __future__ import annotations
 
@@ -10,28 +10,27 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .. import _checks, _values, support
+from .. import _checks, support
 from ..containers.nvfp4 import NVFP4Tensor
 from ..containers.prepacked import PrepackedTensor, prepack, unprepack
 from ..ops.parts import OperandParts
-from ..recipe import Quantizer, Recipe, WeightScaling, as_quantizer
+from ..recipe import Quantizer, Recipe, WeightScaling
 from ..support import TokenForm
-from ._inputs import check_bias, check_float_weight, check_quantized_weight
+from ._formats import AMAX, BOUND, CODES, FORMATS, SCALES, FormatName, Weight, WeightFormat
+from ._inputs import check_bias, check_float_weight
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-# The buffers that form an NVFP4Tensor. They load together.
-WEIGHT_BUFFERS = ("weight_codes", "weight_scales", "weight_amax")
-BOUND = "weight_e4m3_max"  # int32 (1,): 448 or 256; 448 where a checkpoint does not have it
 PREPACKED = "weight_prepacked"
-ORDER = (*WEIGHT_BUFFERS, BOUND, PREPACKED, "bias")  # the order of the buffers
+ORDER = (CODES, SCALES, AMAX, BOUND, PREPACKED, "bias")  # the order of the buffers
 EXTRA_STATE = "_extra_state"  # the key under which older checkpoints have e4m3_max
 # A buffer passes through Module.half() and the like as integers of its size, so that no cast changes it.
 BITS = {
     torch.uint8: torch.uint8,
     torch.int8: torch.uint8,
     torch.float8_e4m3fn: torch.uint8,
+    torch.float8_e8m0fnu: torch.uint8,
     torch.float32: torch.int32,
     torch.int32: torch.int32,
 }
@@ -44,8 +43,9 @@ _EXCHANGE = threading.RLock()
 
 
 class WeightModule(torch.nn.Module):
-    """A module that stores an NVFP4 weight (n, k) or (g, n, k): as codes and block scales, or prepacked.
+    """A module that stores a quantized weight (n, k) or (g, n, k): as codes and block scales, or prepacked.
 
+    What the buffers are, and which container they form, is of the weight's format (:mod:`._formats`).
     Prepacked bytes keep their address until the module moves, since a captured CUDA graph may read them. The
     buffers of the form that is not stored are absent, rather than None, which torch.export (2.13) counts
     wrongly.
@@ -59,15 +59,17 @@ class WeightModule(torch.nn.Module):
     num_matrices: int = 0  # g of a stack; 0: one matrix
     weight_amax: Tensor
     bias: Tensor | None
+    format_name: FormatName = "nvfp4"
     # The dtype of the float weight before quantization, which module.weight.dtype returns. No buffer has it.
     dtype: torch.dtype = torch.float32
     _public = "Linear"  # the class of fp4gemm.nn that a message names
     weight_recipe: Recipe | None = (
         None  # by which float weights of an update are cast; None: see _requantized
     )
-    _e4m3_max: int  # the value of the buffer BOUND, which forward must not read: that would synchronise
+    # The value of the buffer BOUND, which forward must not read, since that would synchronise; 448 without.
+    _e4m3_max: int = max(_checks.E4M3_BOUNDS)
     _has_weight: bool
-    # The buffers of WEIGHT_BUFFERS and BOUND that were looked at; see _notice.
+    # The buffers of the weight that were looked at, in ORDER, None for those that are absent; see _notice.
     _known: tuple[Tensor | None, ...]
     _known_version: int | None  # the version of the buffer of e4m3_max
     _fast: tuple[Any, ...] | None = None  # what forward may call without a check; any assignment removes it
@@ -82,9 +84,11 @@ class WeightModule(torch.nn.Module):
         device: torch.device | str | int | None,
         dtype: torch.dtype | None,
         weight_scaling: WeightScaling,
+        format: FormatName = "nvfp4",
     ) -> None:
         """A module that has no weight yet; shape is (n, k) or (g, n, k), dtype None torch's default dtype."""
         super().__init__()
+        self.format_name = format
         default = torch.get_default_dtype() if dtype is None else dtype
         self.dtype = default if default in _checks.FLOAT_DTYPES else torch.float32
         where = None if device is None else _checks.as_device("device", device)
@@ -92,7 +96,8 @@ class WeightModule(torch.nn.Module):
         if lead:
             self.num_matrices = lead[0]
         self.in_features, self.out_features = k, n
-        held: dict[str, Tensor | None] = {**new_buffers(shape, n if weight_scaling == "row" else 1, where)}
+        num_amax = n if weight_scaling == "row" else 1
+        held: dict[str, Tensor | None] = {**self._format.new_buffers(shape, num_amax, where)}
         held["bias"] = torch.empty(shape[:-1], dtype=torch.float32, device=where) if bias else None
         self._buffers = held
         self.reset_parameters()
@@ -103,11 +108,22 @@ class WeightModule(torch.nn.Module):
         lead = (self.num_matrices,) if self.num_matrices else ()
         return (*lead, self.out_features, self.in_features)
 
+    @property
+    def _format(self) -> WeightFormat:
+        return FORMATS[self.format_name]
+
+    @property
+    def _device(self) -> torch.device:
+        """Where the weight is."""
+        held = self._buffers.get(CODES)
+        place: Tensor = self._buffers[PREPACKED] if held is None else held  # type: ignore[assignment]
+        return place.device
+
     # ---- the buffers
 
     @property
     def e4m3_max(self) -> int:
-        """448 or 256, the e4m3_max with which the block scales were made."""
+        """448 or 256, the e4m3_max with which the block scales of NVFP4 were made; 448 in other formats."""
         if not torch.compiler.is_compiling():
             self._notice()
         return self._e4m3_max
@@ -115,6 +131,14 @@ class WeightModule(torch.nn.Module):
     @e4m3_max.setter
     def e4m3_max(self, value: int) -> None:
         _checks.is_one_of("e4m3_max", value, _checks.E4M3_BOUNDS)
+        if not self._format.has_bound:
+            raise ValueError(f"e4m3_max: got {value}, must not be set of a weight in {self._format.title}")
+        self._set_bound(value)
+
+    def _set_bound(self, value: int) -> None:
+        """Set the e4m3_max of a weight in a format that has one."""
+        if not self._format.has_bound:
+            return
         self._e4m3_max = value
         with torch.inference_mode(False):  # load_state_dict may write it later
             self._hold(**{BOUND: self.weight_amax.new_full((1,), value, dtype=torch.int32)})
@@ -126,7 +150,7 @@ class WeightModule(torch.nn.Module):
 
     @property
     def weight_codes(self) -> Tensor:
-        """uint8 (n, k/2); while the weight is prepacked a copy of them, made in every access."""
+        """uint8 (n, k/2), of MXFP8 e4m3 (n, k); of a prepacked weight a copy, made in every access."""
         held = self._buffers.get("weight_codes")
         return self._unprepacked().codes if held is None else held
 
@@ -136,7 +160,7 @@ class WeightModule(torch.nn.Module):
 
     @property
     def weight_scales(self) -> Tensor:
-        """float8_e4m3fn, swizzled; while the weight is prepacked a copy of them, made in every access."""
+        """float8_e4m3fn, of MXFP8 float8_e8m0fnu, swizzled; of a prepacked weight a copy, as the codes."""
         held = self._buffers.get("weight_scales")
         return self._unprepacked().scales if held is None else held
 
@@ -168,7 +192,7 @@ class WeightModule(torch.nn.Module):
         self._known = (*parts, bound if is_bound_read else self._known[-1])
 
     def _weight_buffers(self) -> tuple[Tensor | None, ...]:
-        return tuple(map(self._buffers.get, (*WEIGHT_BUFFERS, BOUND)))
+        return tuple(map(self._buffers.get, (CODES, SCALES, AMAX, BOUND)))
 
     def _notice(self) -> None:
         """Look at buffers that other code has replaced, as accelerate's loaders do, and at the e4m3_max.
@@ -178,21 +202,26 @@ class WeightModule(torch.nn.Module):
         """
         held, known = self._buffers, self._known
         if (
-            held.get("weight_codes") is known[0]
-            and held.get("weight_scales") is known[1]
-            and held["weight_amax"] is known[2]
-            and held[BOUND] is known[3]
+            held.get(CODES) is known[0]
+            and held.get(SCALES) is known[1]
+            and held.get(AMAX) is known[2]
+            and held.get(BOUND) is known[3]
             and version(known[3]) == self._known_version
         ):
             return
         found = self._weight_buffers()
-        if not self._has_weight and any(new is old for new, old in zip(found[:3], known[:3], strict=True)):
+        number = len(self._format.buffers)
+        same = [new is old for new, old in zip(found[:number], known[:number], strict=True)]
+        if not self._has_weight and any(same):
             return  # some buffers of the weight are not set yet
         if any(t is not None and t.is_meta for t in found):
             self._remember_buffers()  # offloaded
             return
-        check_buffers(held, self._shape, 1 if self.weight_scaling == "tensor" else self.out_features)
-        self._e4m3_max = int(held[BOUND].item())  # type: ignore[union-attr]
+        num_amax = 1 if self.weight_scaling == "tensor" else self.out_features
+        check_buffers(self._format, held, self._shape, num_amax)
+        bound = held.get(BOUND)
+        if bound is not None:
+            self._e4m3_max = int(bound.item())
         self._align_buffers()
         self._has_weight = True
         self._remember_buffers()
@@ -204,26 +233,26 @@ class WeightModule(torch.nn.Module):
                 self._buffers[name] = buffer.clone()
 
     def _own_buffers(self) -> dict[str, Tensor]:
-        own = {name: getattr(self, name) for name in (*WEIGHT_BUFFERS, BOUND)}
+        own = {name: getattr(self, name) for name in self._format.all_buffers}
         return own if self.bias is None else {**own, "bias": self.bias}
 
     # ---- the weight
 
     @property
-    def weight(self) -> NVFP4Tensor:
-        """The weight as an NVFP4Tensor over the buffers; a copy while it is prepacked.
+    def weight(self) -> Weight:
+        """The weight as a container over the buffers, such as an NVFP4Tensor; a copy while it is prepacked.
 
-        Assign an NVFP4Tensor, or a float tensor, which is quantized: transformers ties weights so.
+        Assign such a container, or a float tensor, which is quantized: transformers ties weights so.
         """
         if not torch.compiler.is_compiling():
             self._notice()
-        if self._is_prepacked():
-            made = self._unprepacked()
+        codes, scales, amax = self._buffers.get(CODES), self._buffers.get(SCALES), self._buffers.get(AMAX)
+        if codes is None or scales is None:
             # All tensors are copies, so that a weight loaded later does not mix with them.
-            codes, scales, amax = made.codes, made.scales, made.amax.clone()
-        else:
-            codes, scales, amax = self.weight_codes, self.weight_scales, self.weight_amax
-        return NVFP4Tensor._trusted(codes, scales, amax, self._e4m3_max)._stamped(self.dtype)
+            copied = self._unprepacked()
+            codes, scales, amax = copied.codes, copied.scales, copied.amax.clone()
+        made: Weight = self._format.of(codes, scales, amax, self._e4m3_max)._stamped(self.dtype)
+        return made
 
     def __setattr__(self, name: str, value: Any) -> None:
         self.__dict__["_fast"] = None
@@ -238,39 +267,38 @@ class WeightModule(torch.nn.Module):
             super().__setattr__(name, value)
 
     def _set_bias(self, value: Tensor) -> None:
-        check_bias(value, *self._shape[:-1], device=self.weight_amax.device)
+        check_bias(value, *self._shape[:-1], device=self._device)
         with torch.inference_mode(False), torch.no_grad():
             self._buffers["bias"] = value.detach().to(torch.float32)
 
     def _set_weight(self, value: object) -> None:
         new = self._quantized("weight", value, self._shape)
         with _EXCHANGE:
-            self._hold(
-                weight_codes=new.codes, weight_scales=new.scales, weight_amax=new.amax, weight_prepacked=None
-            )
-            self.e4m3_max = new.e4m3_max
+            self._hold(**self._format.parts(new), weight_prepacked=None)
+            self._set_bound(bound_of(new))
             self._has_weight = True
 
-    def _quantized(self, name: str, weight: object, shape: tuple[int, ...]) -> NVFP4Tensor:
-        """A new weight, or rows of one, in NVFP4; raises unless it has this shape and the layer's device."""
-        device = self.weight_amax.device
+    def _quantized(self, name: str, weight: object, shape: tuple[int, ...]) -> Weight:
+        """A new weight, or rows of one, quantized; raises unless it has this shape and the layer's device."""
+        device = self._device
         if isinstance(weight, Tensor):  # also a Parameter
             check_float_weight(name, weight, shape)
             _checks.same_device(name, weight, device, "the layer")
             with torch.inference_mode(False), torch.no_grad():
                 weight = self._requantized(weight)
-        if not isinstance(weight, NVFP4Tensor):
+        kind = self._format.container
+        if not isinstance(weight, kind):
             raise TypeError(
-                f"{name}: got {_checks.describe(weight)}, must be an NVFP4Tensor or a float tensor"
+                f"{name}: got {_checks.describe(weight)}, must be an {kind.__name__} or a float tensor"
             )
-        new = check_quantized_weight(weight, name, len(shape))
+        new: Weight = self._format.check(weight, name, len(shape))
         if tuple(new.shape) != shape:
             raise ValueError(f"{name}: shape is {tuple(new.shape)}, must be {shape}")
-        _checks.same_device(name, new.codes, device, "the layer")
+        _checks.same_device(name, new._elements, device, "the layer")
         return new
 
-    def _requantized(self, weight: Tensor) -> NVFP4Tensor:
-        """A float weight, or some rows of one, as NVFP4 with the scaling and the e4m3_max of this layer.
+    def _requantized(self, weight: Tensor) -> Weight:
+        """A float weight, or some rows of one, quantized; NVFP4 with the scaling and e4m3_max of this layer.
 
         A weight whose e4m3_max is 448 was made by the method "round", and so is the new one. All other
         methods have the e4m3_max 256; the new weight then gets the default method without data, as the first
@@ -279,12 +307,16 @@ class WeightModule(torch.nn.Module):
         if self.weight_recipe is not None:
             return Quantizer(self.weight_recipe)(weight.detach())
         is_rounded = self._has_weight and self.e4m3_max == max(_checks.E4M3_BOUNDS)
-        return as_quantizer("round" if is_rounded else None, self.weight_scaling)(weight.detach())
+        return self._format.default_quantizer(is_rounded, self.weight_scaling)(weight.detach())
 
     @property
     def weight_scaling(self) -> WeightScaling:
-        """ "row" or "tensor": whether weight_amax has a number for each row or one for the whole matrix."""
-        return "tensor" if self.weight_amax.shape[-1] == 1 else "row"
+        """ "row" or "tensor": whether weight_amax has a number for each row or one for the whole matrix.
+
+        "row" of a format without an amax.
+        """
+        amax = self._buffers.get(AMAX)
+        return "tensor" if amax is not None and amax.shape[-1] == 1 else "row"
 
     def reset_parameters(self) -> None:
         """Forget the weight: zeros everywhere, and ``forward`` raises until one is loaded."""
@@ -294,8 +326,9 @@ class WeightModule(torch.nn.Module):
             held = [t for name, t in self._own_buffers().items() if name != BOUND]
         for buffer in held:
             buffer.view(BITS[buffer.dtype]).zero_()
-        self.e4m3_max = max(_checks.E4M3_BOUNDS)
+        self._set_bound(max(_checks.E4M3_BOUNDS))
         self._has_weight = False
+        self._remember_buffers()
 
     def _require_weight(self) -> None:
         if not torch.compiler.is_compiling():
@@ -307,21 +340,22 @@ class WeightModule(torch.nn.Module):
                 f"{self._public}.from_quantized"
             )
 
-    def _adopt(self, weight: NVFP4Tensor, bias: Tensor | None) -> Self:
+    def _adopt(self, weight: Weight, bias: Tensor | None) -> Self:
         """Share the memory of ``weight``, copy the bias, and return the layer, which is a new one."""
         self._hold(
-            weight_codes=weight.codes,
-            weight_scales=weight.scales,
-            weight_amax=weight.amax,
+            **self._format.parts(weight),
             bias=None if bias is None else bias.detach().to(torch.float32, copy=True),
         )
         self._buffers.setdefault("bias", None)
-        self.e4m3_max = weight.e4m3_max
+        self._set_bound(bound_of(weight))
         self._has_weight = True
         return self
 
     def dequantize_weight(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """``W = code * block scale * amax / (6 * e4m3_max)``, dense (n, k) or (g, n, k) of ``dtype``."""
+        """The values W of the weight, dense (n, k) or (g, n, k) of ``dtype``.
+
+        Of NVFP4 ``W = code * block scale * amax / (6 * e4m3_max)``, and of MXFP8 ``W = code * block scale``.
+        """
         self._require_weight()
         if torch.compiler.is_compiling():  # torch.compile cannot trace a lock
             return self.weight.dequantize(dtype)
@@ -348,9 +382,9 @@ class WeightModule(torch.nn.Module):
         held = self._buffers  # once, since another thread may replace it
         is_prepacked = PREPACKED in held
         return OperandParts(
-            held[PREPACKED if is_prepacked else "weight_codes"],  # type: ignore[arg-type]
-            held.get("weight_scales"),
-            held["weight_amax"],
+            held[PREPACKED if is_prepacked else CODES],  # type: ignore[arg-type]
+            held.get(SCALES),
+            held.get(AMAX),
             self._e4m3_max,
             self.out_features if is_prepacked else 0,
             held["bias"],
@@ -365,12 +399,16 @@ class WeightModule(torch.nn.Module):
                 says which.
         """
         self._require_weight()
+        if not self._format.is_prepacked:
+            raise NotImplementedError(
+                f"weight: is {self._format.title}, must be NVFP4 to be prepacked; no kernel reads others so"
+            )
         if self._is_captured:
             raise RuntimeError(
                 "weight: its codes and scales are read by a captured CUDA graph; prepack() must come before"
             )
         formats = ("e4m3", "prepacked_fp8") if tokens == "fp8" else ("nvfp4", "prepacked")
-        support.ready_for(self.weight_amax, "mm", formats)
+        support.ready_for(self._buffers[AMAX], "mm", formats)  # type: ignore[arg-type]
         with _EXCHANGE:
             if not self._is_prepacked_for(tokens):
                 self._hold_prepacked(tokens == "fp8")
@@ -426,7 +464,7 @@ class WeightModule(torch.nn.Module):
 
         tokens: what the tokens of the products are.
         """
-        if not support.streams_prepacked(self.weight_amax.device, tokens) or self._is_offloaded():
+        if not support.streams_prepacked(self._device, tokens) or self._is_offloaded():
             self._hold_canonical()
             return False
         with _EXCHANGE:
@@ -446,7 +484,7 @@ class WeightModule(torch.nn.Module):
 
     # ---- updates
 
-    def update_(self, weight: Tensor | NVFP4Tensor, bias: Tensor | None = None) -> Self:
+    def update_(self, weight: Tensor | Weight, bias: Tensor | None = None) -> Self:
         """Write another weight of the same shape into the memory of this one, and return the layer.
 
         Every buffer keeps its address, prepacked or not, so that a captured CUDA graph multiplies by the new
@@ -461,7 +499,8 @@ class WeightModule(torch.nn.Module):
                 shape; one number for a matrix is also accepted where the layer has one for each row. Or a
                 bfloat16, float16 or float32 tensor, which :func:`fp4gemm.quantize` makes NVFP4 with
                 ``weight_scaling`` and ``e4m3_max`` of the layer: the standard block scales for 448, and four
-                over six for 256.
+                over six for 256. A layer with an MXFP8 weight takes an MXFP8Tensor in place of the first, and
+                makes MXFP8 of a float tensor.
             bias: bfloat16, float16 or float32 (n,) or (g, n); None keeps the bias.
 
         Raises:
@@ -484,7 +523,7 @@ class WeightModule(torch.nn.Module):
         the names of the arguments in errors.
         """
         self._notice()
-        name, shape, device = names[0], self._shape, self.weight_amax.device
+        name, shape, device = names[0], self._shape, self._device
         if device.type == "meta" or self._is_offloaded():
             where = "offloaded" if self._is_offloaded() else "on the meta device"
             raise ValueError(f"{name}: the layer is {where}, must be in memory to be updated")
@@ -495,26 +534,27 @@ class WeightModule(torch.nn.Module):
             checked = check_bias(bias, *shape[:-1], device=device, name=names[1])
             parts["bias"] = checked.detach().to(torch.float32)
         new = self._quantized(name, weight, shape)
-        if self._has_weight and new.e4m3_max != self._e4m3_max:
+        bound, made = bound_of(new), self._format.parts(new)
+        if self._has_weight and bound != self._e4m3_max:
             raise ValueError(
-                f"{name}: e4m3_max is {new.e4m3_max}, must be {self._e4m3_max} as of the layer; assign "
+                f"{name}: e4m3_max is {bound}, must be {self._e4m3_max} as of the layer; assign "
                 "the attribute `weight`, before a CUDA graph is captured, to change it"
             )
-        parts["weight_amax"] = new.amax
-        if new.amax.shape != self.weight_amax.shape:
-            if new.amax.shape[-1] != 1:
+        amax = made.get(AMAX)
+        if amax is not None and amax.shape != self.weight_amax.shape:
+            if amax.shape[-1] != 1:
                 raise ValueError(
-                    f"{name}: amax has shape {tuple(new.amax.shape)}, must have "
+                    f"{name}: amax has shape {tuple(amax.shape)}, must have "
                     f"{tuple(self.weight_amax.shape)}, since weight_scaling of the layer is 'tensor'"
                 )
-            parts["weight_amax"] = new.amax.expand(self.weight_amax.shape)
+            made[AMAX] = amax.expand(self.weight_amax.shape)
         if not self._has_weight:
-            self.e4m3_max = new.e4m3_max  # nothing has read it yet
+            self._set_bound(bound)  # nothing has read it yet
         place = self.weight_prepacked
         if place is None:
-            return {**parts, "weight_codes": new.codes, "weight_scales": new.scales}
+            return {**parts, **made}
         with torch.inference_mode(False), torch.no_grad():
-            return {**parts, PREPACKED: prepack(new, _checks.is_for_fp8(place)).data}
+            return {**parts, AMAX: made[AMAX], PREPACKED: prepack(new, _checks.is_for_fp8(place)).data}
 
     def _write(self, parts: dict[str, Tensor]) -> None:
         """Copy the tensors of an update into the buffers, after all checks, so that nothing can fail."""
@@ -533,22 +573,24 @@ class WeightModule(torch.nn.Module):
         weight = self.weight
         # torch (2.13) writes float8 storages with plain pickle but cannot read them back; bytes it can.
         held = {name: buffer for name, buffer in self._buffers.items() if name != PREPACKED}
-        held |= {"weight_codes": weight.codes, "weight_scales": weight.scales.view(torch.uint8)}
+        held |= {
+            name: t.view(BITS[t.dtype]) for name, t in self._format.parts(weight).items() if name != AMAX
+        }
         without = ("_known", "_fast", "_transposed")
         state = {name: v for name, v in self.__dict__.items() if not name.startswith(without)}
         return {**state, "_buffers": ordered(held), "_is_captured": False}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._buffers["weight_scales"] = state["_buffers"]["weight_scales"].view(torch.float8_e4m3fn)
+        for name in (CODES, SCALES):
+            self._buffers[name] = state["_buffers"][name].view(self._format.dtypes[name])
         self._remember_buffers()
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         with _EXCHANGE:
             if self.weight_prepacked is not None:
-                weight = self.weight
-                destination[prefix + "weight_codes"] = weight.codes
-                destination[prefix + "weight_scales"] = weight.scales
+                for name, part in self._format.parts(self.weight).items():
+                    destination[prefix + name] = part
             super()._save_to_state_dict(destination, prefix, keep_vars)
             if self.weight_prepacked is not None:  # copies too: a weight loaded later must not mix with them
                 for name in ("weight_amax", BOUND, "bias"):
@@ -559,14 +601,14 @@ class WeightModule(torch.nn.Module):
         """Module.to, .half, .cuda, .to_empty and the like: devices change, dtypes of buffers do not."""
         self._notice()
         own = {id(buffer) for buffer in self._buffers.values() if buffer is not None}
-        before = self.weight_amax.device
+        before = self._device
         super()._apply(lambda t: keep_dtype(fn, t) if id(t) in own else fn(t), recurse)
         self.dtype = moved_dtype(fn, self.dtype)
         self._remember_buffers()
-        if before.type == "meta" and not self.weight_amax.is_meta:
+        if before.type == "meta" and self._device.type != "meta":
             self._has_weight = False  # to_empty: memory without contents
-            self.e4m3_max = self._e4m3_max
-        if self.weight_amax.device != before:
+            self._set_bound(self._e4m3_max)
+        if self._device != before:
             self._is_captured = False
             self._hold_canonical()
         return self
@@ -585,19 +627,20 @@ class WeightModule(torch.nn.Module):
         with _EXCHANGE:
             place = self.weight_prepacked
             self._hold_canonical()
-            state_dict = with_bound(state_dict, prefix)
-            problems = checkpoint_problems(self._own_buffers(), state_dict, prefix)
+            if self._format.has_bound:
+                state_dict = with_bound(state_dict, prefix)
+            problems = checkpoint_problems(self._format, self._own_buffers(), state_dict, prefix)
             if problems:  # all or nothing: codes never meet the scales of another weight
                 error_msgs.extend(problems)
             else:
                 super()._load_from_state_dict(
                     state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
                 )
-            is_loaded = not problems and prefix + WEIGHT_BUFFERS[0] in state_dict
+            is_loaded = not problems and prefix + CODES in state_dict
             if is_loaded:
                 self._align_buffers()
-                bound = state_dict[prefix + BOUND]
-                if not bound.is_meta:
+                bound = state_dict[prefix + BOUND] if self._format.has_bound else None
+                if bound is not None and not bound.is_meta:
                     self._e4m3_max = int(bound.item())
                 self._has_weight = not self.weight_codes.is_meta or is_assigned
             self._remember_buffers(is_loaded)
@@ -608,22 +651,9 @@ class WeightModule(torch.nn.Module):
 # ---- the buffers by themselves
 
 
-def new_buffers(shape: tuple[int, ...], num_amax: int, device: torch.device | None) -> dict[str, Tensor]:
-    """The uninitialised buffers of a weight (n, k) or (g, n, k): codes, swizzled scales, amax and e4m3_max.
-
-    ``num_amax`` is 1 or n: the numbers that amax has for each matrix.
-    """
-    *lead, n, k = shape
-    shapes: tuple[tuple[tuple[int, ...], torch.dtype], ...] = (
-        ((*lead, n, k // 2), torch.uint8),
-        ((*lead, *_checks.padded_scale_shape(n, k)), torch.float8_e4m3fn),
-        ((*lead, num_amax), torch.float32),
-        ((1,), torch.int32),
-    )
-    return {
-        name: torch.empty(shape, dtype=dtype, device=device)
-        for name, (shape, dtype) in zip((*WEIGHT_BUFFERS, BOUND), shapes, strict=True)
-    }
+def bound_of(weight: Weight) -> int:
+    """The e4m3_max of a container; 448 in a format without one."""
+    return getattr(weight, "e4m3_max", max(_checks.E4M3_BOUNDS))
 
 
 def ordered(buffers: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
@@ -664,7 +694,7 @@ def bound_problem(value: Any) -> str | None:
 def with_bound(state_dict: Mapping[str, Any], prefix: str) -> Mapping[str, Any]:
     """The state_dict with e4m3_max under the key of its buffer: from the extra state, or 448 by default."""
     extra, bound = prefix + EXTRA_STATE, prefix + BOUND
-    if prefix + WEIGHT_BUFFERS[0] not in state_dict or (extra not in state_dict and bound in state_dict):
+    if prefix + CODES not in state_dict or (extra not in state_dict and bound in state_dict):
         return state_dict
     state = dict(state_dict)
     default = torch.tensor([max(_checks.E4M3_BOUNDS)], dtype=torch.int32)
@@ -672,7 +702,9 @@ def with_bound(state_dict: Mapping[str, Any], prefix: str) -> Mapping[str, Any]:
     return state
 
 
-def checkpoint_problems(own: Mapping[str, Tensor], state_dict: Mapping[str, Any], prefix: str) -> list[str]:
+def checkpoint_problems(
+    format: WeightFormat, own: Mapping[str, Tensor], state_dict: Mapping[str, Any], prefix: str
+) -> list[str]:
     """Why the entries under ``prefix`` cannot be the state of a layer with the buffers ``own``, a text each.
 
     torch itself compares shapes only and would cast another dtype: uint8 bytes that hold e4m3 scales, for
@@ -680,36 +712,38 @@ def checkpoint_problems(own: Mapping[str, Tensor], state_dict: Mapping[str, Any]
     """
     if prefix + "weight" in state_dict:
         return [
-            f"{prefix}weight: is the weight of a float layer, must be {', '.join(WEIGHT_BUFFERS)}; "
+            f"{prefix}weight: is the weight of a float layer, must be {', '.join(format.buffers)}; "
             "load it into a torch.nn.Linear and convert that with Linear.from_float"
         ]
-    together = [prefix + name for name in WEIGHT_BUFFERS]
+    together = [prefix + name for name in format.buffers]
     missing = [key for key in together if key not in state_dict]
     if len(missing) == len(together):
         return []  # torch reports missing keys, if strict
     problems = [f"{key}: is missing, must come with the other parts of the weight" for key in missing]
     for name, buffer in own.items():
         if prefix + name in state_dict:
-            problem = buffer_problem(name, buffer, state_dict[prefix + name])
+            problem = buffer_problem(format, name, buffer, state_dict[prefix + name])
             problems += [] if problem is None else [f"{prefix}{name}: {problem}"]
     return problems
 
 
-def check_buffers(held: Mapping[str, Tensor | None], shape: tuple[int, ...], num_amax: int) -> None:
+def check_buffers(
+    format: WeightFormat, held: Mapping[str, Tensor | None], shape: tuple[int, ...], num_amax: int
+) -> None:
     """Raise ValueError unless the buffers that other code has set fit a weight of this shape."""
-    wanted = new_buffers(shape, num_amax, torch.device("meta"))
+    wanted = format.new_buffers(shape, num_amax, torch.device("meta"))
     wanted["bias"] = torch.empty(shape[:-1], dtype=torch.float32, device="meta")
     for name, expected in wanted.items():
         value = held.get(name)
-        problem = None if value is None else buffer_problem(name, expected, value)
+        problem = None if value is None else buffer_problem(format, name, expected, value)
         if problem is not None:
             raise ValueError(
-                f"{name}: {problem}; the buffers of an NVFP4 weight keep their dtypes, so load them "
+                f"{name}: {problem}; the buffers of an {format.title} weight keep their dtypes, so load them "
                 "without dtype="
             )
 
 
-def buffer_problem(name: str, buffer: Tensor, value: Any) -> str | None:
+def buffer_problem(format: WeightFormat, name: str, buffer: Tensor, value: Any) -> str | None:
     """Why ``value`` cannot take the place of the buffer of this name; None if it can.
 
     Synchronises where the value is on a GPU.
@@ -730,6 +764,4 @@ def buffer_problem(name: str, buffer: Tensor, value: Any) -> str | None:
         return f"shape is {tuple(value.shape)}, must be {tuple(buffer.shape)}{hint}"
     if not value.is_contiguous():
         return f"strides are {value.stride()}, must be contiguous"
-    if name == "weight_scales":
-        return _values.scales_problem(value)
-    return _values.amax_problem(value) if name == "weight_amax" else None
+    return format.problem(name, value)

@@ -11,7 +11,6 @@ from torch import Tensor
 from .. import _checks, support
 from .._refusals import REFUSALS, explained
 from ..activations import Activation, ActivationName, by_name, names
-from ..containers.nvfp4 import NVFP4Tensor
 from ..ops import operators
 from ..ops.moe import ExpertsCall
 from ..ops.parts import OperandParts
@@ -26,6 +25,16 @@ from ..recipe import (
 from ..support import TokenForm
 from ._adapted import Block, Frozen, LowRank, adapted_experts, check_adapter, transpose
 from ._by_parts import swiglu_experts
+from ._formats import (
+    AMAX,
+    BOUND,
+    CODES,
+    SCALES,
+    FormatName,
+    Weight,
+    format_of,
+    interleaved,
+)
 from ._inputs import (
     INPUT_GRADIENTS,
     CheckFinite,
@@ -34,13 +43,12 @@ from ._inputs import (
     check_bias,
     check_float_weight,
     check_options,
-    check_quantized_weight,
     k_step,
     refuse_not_finite,
     with_recipe,
 )
 from ._parallel import check_exchange, exchanged
-from ._weight import _EXCHANGE, BOUND, PREPACKED, WeightModule, version
+from ._weight import _EXCHANGE, PREPACKED, WeightModule, version
 
 if TYPE_CHECKING:
     from ..distributed import ExpertParallel
@@ -228,8 +236,9 @@ class Experts(Invariant, torch.nn.Module):
         # No inference tensors, which load_state_dict could not write outside of inference mode.
         with torch.inference_mode(False), torch.no_grad():
             # Quantized before gate and up are interleaved, since a block of 16x16 has rows of one of them.
-            packed13 = of_own_storage(quantizer(stacks[0], "w13"))
-            packed2 = of_own_storage(quantizer(stacks[1], "w2"))
+            packed13, packed2 = quantizer(stacks[0], "w13"), quantizer(stacks[1], "w2")
+            format = format_of(packed13)
+            packed13, packed2 = format.of_own_storage(packed13), format.of_own_storage(packed2)
             made = cls.from_quantized(
                 packed13,
                 packed2,
@@ -249,8 +258,8 @@ class Experts(Invariant, torch.nn.Module):
     @classmethod
     def from_quantized(
         cls,
-        w13: NVFP4Tensor,
-        w2: NVFP4Tensor,
+        w13: Weight,
+        w2: Weight,
         bias13: Tensor | None = None,
         bias2: Tensor | None = None,
         *,
@@ -272,9 +281,10 @@ class Experts(Invariant, torch.nn.Module):
         chosen = activation_of(activation)
         _checks.is_one_of("layout", layout, LAYOUTS)
         activations = check_options(activations, "row", check_finite, use_fast_accum)
-        w13 = check_quantized_weight(w13, "w13", 3)
-        w2 = check_quantized_weight(w2, "w2", 3)
-        _checks.same_device("w2", w2.codes, w13.device, "w13")
+        format = format_of(w13, "w13")
+        w13 = format.check(w13, "w13", 3)
+        w2 = format.check(w2, "w2", 3)
+        _checks.same_device("w2", w2._elements, w13.device, "w13")
         check_shapes(w13, w2, chosen, k_step(activations))
         check_exchange(ep, w13.shape[0], None, w13.shape[2], activations)
         if bias13 is not None:
@@ -283,7 +293,7 @@ class Experts(Invariant, torch.nn.Module):
             bias2 = stack_bias("bias2", bias2, w2)
         with torch.inference_mode(False), torch.no_grad():
             if chosen.is_gated and layout == "halves":
-                w13 = interleaved_stack(w13)
+                w13 = format.interleaved(w13)
                 bias13 = None if bias13 is None else interleaved(bias13)
             made = cls.__new__(cls)
             torch.nn.Module.__init__(made)
@@ -345,8 +355,8 @@ class Experts(Invariant, torch.nn.Module):
 
     def update_(
         self,
-        w13: Tensor | NVFP4Tensor | None = None,
-        w2: Tensor | NVFP4Tensor | None = None,
+        w13: Tensor | Weight | None = None,
+        w2: Tensor | Weight | None = None,
         bias13: Tensor | None = None,
         bias2: Tensor | None = None,
         *,
@@ -590,14 +600,18 @@ class StackedWeight(WeightModule):
         dtype: torch.dtype | None = None,
         *,
         weight_scaling: WeightScaling = "row",
+        format: FormatName = "nvfp4",
     ) -> None:
-        super().__init__((num_experts, out_features, in_features), bias, device, dtype, weight_scaling)
+        super().__init__(
+            (num_experts, out_features, in_features), bias, device, dtype, weight_scaling, format
+        )
 
     @classmethod
-    def of(cls, weight: NVFP4Tensor, bias: Tensor | None) -> StackedWeight:
+    def of(cls, weight: Weight, bias: Tensor | None) -> StackedWeight:
         """The module around a stack (g, n, k), whose memory it shares, and a float bias (g, n), copied."""
         g, n, k = weight.shape
-        made = cls(g, n, k, bias is not None, device="meta", dtype=weight.dtype)
+        format = format_of(weight).name
+        made = cls(g, n, k, bias is not None, device="meta", dtype=weight.dtype, format=format)
         return made._adopt(weight, bias)
 
     def forward(self, tokens: TokenForm = "nvfp4") -> OperandParts:
@@ -627,12 +641,12 @@ class StackedWeight(WeightModule):
     def _is_as_known(self) -> bool:
         """Whether no buffer was replaced since the last call, and e4m3_max was not written."""
         buffers, known = self._buffers, self._known_held
-        bound = buffers[BOUND]
+        bound = buffers.get(BOUND)
         return (
             known is not None
-            and buffers.get("weight_codes" if known.scales is not None else PREPACKED) is known.data
-            and buffers.get("weight_scales") is known.scales
-            and buffers["weight_amax"] is known.amax
+            and buffers.get(CODES if known.scales is not None else PREPACKED) is known.data
+            and buffers.get(SCALES) is known.scales
+            and buffers.get(AMAX) is known.amax
             and buffers.get("bias") is known.bias
             and bound is self._known[-1]
             and version(bound) == self._known_version
@@ -650,37 +664,16 @@ class StackedWeight(WeightModule):
         )
 
 
-def of_own_storage(made: NVFP4Tensor) -> NVFP4Tensor:
-    """The stack with scales that fill their storage: safetensors refuses a view of a larger one."""
-    scales = made.scales
-    if scales.untyped_storage().nbytes() > scales.nbytes:
-        scales = scales.clone()
-    return NVFP4Tensor._trusted(made.codes, scales, made.amax, made.e4m3_max)._stamped(made.dtype)
-
-
-def interleaved(x: Tensor) -> Tensor:
-    """x (g, 2i, ...) with rows 0, i, 1, i + 1, ...: gate and up, given as halves, alternate."""
-    mixed: Tensor = x.unflatten(1, (2, -1)).transpose(1, 2)
-    return mixed.flatten(1, 2)
-
-
-def interleaved_stack(w: NVFP4Tensor) -> NVFP4Tensor:
-    """A quantized stack with rows interleaved as by :func:`interleaved`; exact, since blocks lie along k."""
-    scales = interleaved(w.compact_scales().view(torch.uint8))
-    amax = w.amax if w.amax.shape[1] == 1 else interleaved(w.amax)
-    return NVFP4Tensor._of_compact(interleaved(w.codes), scales, amax, w.e4m3_max).to(w.dtype)
-
-
 def mixed(
-    w: Tensor | NVFP4Tensor, bias: Tensor | None, shape: tuple[int, ...]
-) -> tuple[Tensor | NVFP4Tensor, Tensor | None]:
+    w: Tensor | Weight, bias: Tensor | None, shape: tuple[int, ...]
+) -> tuple[Tensor | Weight, Tensor | None]:
     """A weight and a bias whose halves are interleaved.
 
     A tensor of another shape is returned unchanged, so that the checks that follow name it.
     """
-    is_plain = isinstance(w, Tensor) or (isinstance(w, NVFP4Tensor) and w.offs is None)
+    is_plain = isinstance(w, Tensor) or (isinstance(w, Weight) and w.offs is None)
     if is_plain and tuple(w.shape) == shape:
-        w = interleaved(w.detach()) if isinstance(w, Tensor) else interleaved_stack(w)
+        w = interleaved(w.detach()) if isinstance(w, Tensor) else format_of(w).interleaved(w)
     if isinstance(bias, Tensor) and tuple(bias.shape) == shape[:2]:
         bias = interleaved(bias.detach())
     return w, bias
@@ -707,9 +700,7 @@ def _check_rounded_gate(value: object, activation: Activation, ep: object) -> No
         raise NotImplementedError("rounded_gate: got True with ep, must be False with it")
 
 
-def check_shapes(
-    w13: Tensor | NVFP4Tensor, w2: Tensor | NVFP4Tensor, activation: Activation, step: int
-) -> None:
+def check_shapes(w13: Tensor | Weight, w2: Tensor | Weight, activation: Activation, step: int) -> None:
     """Raise ValueError unless w13 (g, n13, d) and w2 (g, d, intermediate) belong together.
 
     step: what d and intermediate are multiples of.
@@ -746,7 +737,7 @@ def check_tokens(
     return x, ids, weights
 
 
-def stack_bias(name: str, bias: object, weight: Tensor | NVFP4Tensor) -> Tensor:
+def stack_bias(name: str, bias: object, weight: Tensor | Weight) -> Tensor:
     """The bias itself; raises unless it is a float tensor (g, n) beside the weight (g, n, k)."""
     return check_bias(bias, *weight.shape[:2], device=weight.device, name=name)
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .. import _checks, activations
 from ..activations import ActivationName
-from ..containers.nvfp4 import NVFP4Tensor
+from ._formats import Weight
 from ._weight import _EXCHANGE
 from .linear import Linear
 from .merged import MergedLinear, one_weight, why_not_one_weight
@@ -66,9 +66,9 @@ class GatedMLP(torch.nn.Module):
 
     def update_(
         self,
-        gate: Tensor | NVFP4Tensor | None = None,
-        up: Tensor | NVFP4Tensor | None = None,
-        down: Tensor | NVFP4Tensor | None = None,
+        gate: Tensor | Weight | None = None,
+        up: Tensor | Weight | None = None,
+        down: Tensor | Weight | None = None,
     ) -> GatedMLP:
         """Write other weights into the memory of these; None keeps one. The biases stay.
 

@@ -19,6 +19,7 @@ from ..ops import operators
 from ..ops.linear import LinearCall
 from ..ops.parts import OperandParts
 from ..recipe import INPUTS, DataFree, LayerActivations, Quantizer, Recipe, WeightScaling
+from ._formats import AMAX, BOUND, CODES, SCALES, Weight, format_of, format_of_parts
 from ._inputs import (
     INPUT_GRADIENTS,
     OUT_STEP,
@@ -28,13 +29,12 @@ from ._inputs import (
     check_bias,
     check_linear,
     check_options,
-    check_quantized_weight,
     k_step,
     refuse_not_finite,
     shared_input,
     with_recipe,
 )
-from ._weight import BOUND, PREPACKED, WeightModule, version
+from ._weight import PREPACKED, WeightModule, version
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -219,7 +219,7 @@ class Linear(Invariant, WeightModule):
     @classmethod
     def from_quantized(
         cls,
-        weight: NVFP4Tensor,
+        weight: Weight,
         bias: Tensor | None = None,
         *,
         activations: LayerActivations = "per-token",
@@ -234,7 +234,7 @@ class Linear(Invariant, WeightModule):
             TypeError, ValueError: as for the class; also for a weight with groups or a rotation, and for a
                 bias of another dtype, shape or device.
         """
-        weight = check_quantized_weight(weight)
+        weight = format_of(weight).check(weight)
         n, k = weight.shape
         if bias is not None:
             bias = check_bias(bias, n, device=weight.device)
@@ -305,11 +305,11 @@ class Linear(Invariant, WeightModule):
         held = self._buffers
         if (
             held.get(name) is data
-            and held.get("weight_scales") is scales
-            and held["weight_amax"] is amax
+            and held.get(SCALES) is scales
+            and held.get(AMAX) is amax
             and held.get("bias") is bias
-            and held[BOUND] is bound
-            and bound._version == written  # type: ignore[union-attr]
+            and held.get(BOUND) is bound
+            and (bound is None or bound._version == written)
         ):
             return arguments  # type: ignore[no-any-return]
         return None
@@ -320,13 +320,13 @@ class Linear(Invariant, WeightModule):
         if terms.get("c") is not None:
             self._check_addend(x, terms["c"])
         if isinstance(x, (NVFP4Tensor, DecodedTensor, FP8Tensor)):
-            parts = shared_input(x, self.in_features, self.weight_amax.device, self.activations)
+            parts = shared_input(x, self.in_features, self._device, self.activations)
             return self._multiply(parts, **terms, out_dtype=self.dtype)
         x = _checks.is_tensor("x", x)
         k = self.in_features
         if x.dim() == 0 or x.shape[-1] != k:
             raise ValueError(f"x: shape is {tuple(x.shape)}, must be (..., {k}), {k} = in_features")
-        _checks.same_device("x", x, self.weight_amax.device, "weight")
+        _checks.same_device("x", x, self._device, "weight")
         scaling = INPUTS[self.activations].scaling
         _checks.has_dtype("x", x, _checks.FLOAT_DTYPES)
         self._check_gradient("x", x)
@@ -344,7 +344,7 @@ class Linear(Invariant, WeightModule):
         c = _checks.is_tensor("c", c)
         _checks.has_dtype("c", c, (x.dtype if is_tensor else self.dtype,))
         _checks.has_shape("c", c, (*x.shape[:-1], self.out_features))
-        _checks.same_device("c", c, self.weight_amax.device, "weight")
+        _checks.same_device("c", c, self._device, "weight")
         self._check_gradient("c", c)
 
     def _multiply(self, given: Tensor | OperandParts, **terms: Any) -> Tensor:
@@ -397,7 +397,7 @@ class Linear(Invariant, WeightModule):
 
     def _remember_call(self, call: LinearCall) -> None:
         """Let forward make this call again without checks, if nothing but x can differ."""
-        bound: Tensor = self._buffers[BOUND]  # type: ignore[assignment]
+        bound = self._buffers.get(BOUND)
         written = version(bound)
         tokens = INPUTS[self.activations].tokens
         is_tested = call.x.get_device() in support.READY["mm"]
@@ -406,10 +406,11 @@ class Linear(Invariant, WeightModule):
         # Not of a float32 x that was rounded to bfloat16.
         is_own = is_own and (tokens != "16-bit" or call.out_dtype is None)
         is_plain = is_own and self.check_finite == "off" and type(call.x) is Tensor
-        if is_plain and is_tested and helps and written is not None and not self._is_offloaded():
+        is_known = bound is None or written is not None
+        if is_plain and is_tested and helps and is_known and not self._is_offloaded():
             arguments = call[1:9] if call.activation else call[1:8]  # from weight; others have their defaults
             of_weight = (call.weight, call.weight_scales, call.weight_amax, call.bias)
-            name = PREPACKED if call.weight_rows else "weight_codes"
+            name = PREPACKED if call.weight_rows else CODES
             self.__dict__["_fast"] = (name, *of_weight, bound, written, arguments)
 
     def _recorded(self, call: LinearCall) -> Tensor:
@@ -513,14 +514,8 @@ def recorded(call: LinearCall, how: InputGradient, k: int, transposed: OperandPa
 
 def transpose(w: OperandParts, k: int) -> OperandParts:
     """Q(W^T), (k, n), of a weight (n, k)."""
-    return OperandParts(*operators.quantize(_dense(w, k, torch.float32), None, True, axis=0))
-
-
-def _dense(w: OperandParts, k: int, dtype: torch.dtype) -> Tensor:
-    """W (n, k), dequantized."""
-    codes, scales = (w.data, w.scales) if w.scales is not None else operators.unprepack(w.data, w.rows, k)
-    dense: Tensor = operators.dequantize(codes, scales, w.amax, w.e4m3_max, dtype)
-    return dense
+    dense = format_of_parts(w).dense(w, k, torch.float32)
+    return OperandParts(*operators.quantize(dense, None, True, axis=0))
 
 
 class _Recorded(torch.autograd.Function):
@@ -559,7 +554,7 @@ class _Recorded(torch.autograd.Function):
                 else:
                     w = OperandParts(data, scales, amax, ctx.e4m3_max, ctx.rows)
                     if ctx.how == "dequantized":
-                        dx = dy @ _dense(w, ctx.k, dy.dtype)
+                        dx = dy @ format_of_parts(w).dense(w, ctx.k, dy.dtype)
                     else:
                         dx = operators.linear(*LinearCall.of(dy.contiguous(), transpose(w, ctx.k)))
             gradients[5] = dx.to(ctx.dtype)

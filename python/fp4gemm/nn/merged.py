@@ -21,10 +21,11 @@ from ..activations import ActivationName, by_name
 from ..containers.decoded import DecodedTensor
 from ..containers.fp8 import FP8Tensor
 from ..containers.nvfp4 import NVFP4Tensor
-from ..stacks import join_rows, joined
+from ..stacks import join_rows
+from ._formats import Weight, format_of
 from ._hooks import carry_over
 from ._inputs import check_bias, shared_input
-from ._weight import _EXCHANGE, version
+from ._weight import _EXCHANGE, bound_of, version
 from .linear import _LINEAR as LINEAR
 from .linear import Linear
 from .norm import Tokens
@@ -76,7 +77,7 @@ class MergedLinear(Linear):
 
     def _checked_of_tokens(self, x: Tokens, data: Tensor, c: Tensor | None) -> Tensor:
         self._require_weight()
-        device, activations = self.weight_amax.device, self.activations
+        device, activations = self._device, self.activations
         parts = shared_input(x.quantized, self.in_features, device, activations)._replace(data=data)
         return self._multiply(parts, c=c, out_dtype=x.dtype)
 
@@ -85,7 +86,7 @@ class MergedLinear(Linear):
 
     def update_(
         self,
-        weight: Tensor | NVFP4Tensor | Sequence[Tensor | NVFP4Tensor | None],
+        weight: Tensor | Weight | Sequence[Tensor | Weight | None],
         bias: Tensor | None = None,
     ) -> MergedLinear:
         """Write another weight, as :meth:`fp4gemm.nn.Linear.update_` does: all rows, or those of some layers.
@@ -110,9 +111,7 @@ class MergedLinear(Linear):
                 )
             return super().update_(weight, bias)  # type: ignore[arg-type]
 
-    def _joined(
-        self, weights: Sequence[Tensor | NVFP4Tensor | None], names: Sequence[str] = ()
-    ) -> NVFP4Tensor:
+    def _joined(self, weights: Sequence[Tensor | Weight | None], names: Sequence[str] = ()) -> Weight:
         """The whole weight, in which those that are given replace the ones at hand; a copy.
 
         ``names`` are those of the arguments in errors, by default weight[0], weight[1] and so on.
@@ -130,10 +129,11 @@ class MergedLinear(Linear):
                     parts.append(rows_of(held, self._rows(index)))
                     continue
                 new = self._quantized(label, w, shape)
-                if new.e4m3_max != self.e4m3_max:
-                    raise ValueError(f"{label}: e4m3_max is {new.e4m3_max}, must be {self.e4m3_max}")
+                if bound_of(new) != self.e4m3_max:
+                    raise ValueError(f"{label}: e4m3_max is {bound_of(new)}, must be {self.e4m3_max}")
                 parts.append(new)
-            return joined(parts, is_interleaved=self.activation is not None)
+            whole: Weight = self._format.joined(parts, is_interleaved=self.activation is not None)
+            return whole
 
     def _rows(self, index: int) -> range:
         """The rows of a part."""
@@ -206,8 +206,8 @@ class Part(torch.nn.Module):
         return self._merged[0]
 
     @property
-    def weight(self) -> NVFP4Tensor:
-        """The rows of this layer, an NVFP4Tensor (n, k) with a copy of its scales."""
+    def weight(self) -> Weight:
+        """The rows of this layer (n, k), in a container with a copy of its scales."""
         return rows_of(self.merged.weight, range(self.start, self.start + self.out_features))
 
     @property
@@ -215,12 +215,12 @@ class Part(torch.nn.Module):
         bias = self.merged.bias
         return None if bias is None else bias[self.start : self.start + self.out_features]
 
-    def update_(self, weight: Tensor | NVFP4Tensor, bias: Tensor | None = None) -> Part:
+    def update_(self, weight: Tensor | Weight, bias: Tensor | None = None) -> Part:
         """Write another weight (n, k) into the rows of this layer: :meth:`MergedLinear.update_`.
 
         The merged layer writes all its rows again. To replace several parts call its ``update_`` once.
         """
-        weights: list[Tensor | NVFP4Tensor | None] = [None] * len(self.merged.sizes)
+        weights: list[Tensor | Weight | None] = [None] * len(self.merged.sizes)
         weights[self.index] = weight
         whole = None
         with _EXCHANGE:
@@ -267,23 +267,20 @@ def _take(merged: MergedLinear, x: Tensor | Tokens, index: int) -> Tensor | None
     return kept
 
 
-def rows_of(weight: NVFP4Tensor, rows: range) -> NVFP4Tensor:
+def rows_of(weight: Weight, rows: range) -> Weight:
     """Rows of a matrix (n, k), every ``rows.step``-th of them, as a matrix of its own; copies."""
-    pick = slice(rows.start, rows.stop, rows.step)
-    scales = weight.compact_scales().view(torch.uint8)[pick].view(torch.float8_e4m3fn)
-    amax = weight.amax if weight.amax.numel() == 1 else weight.amax[pick].clone()
-    codes = weight.codes[pick].clone(memory_format=torch.contiguous_format)
-    return NVFP4Tensor._of_compact(codes, scales, amax, weight.e4m3_max)._stamped(weight.dtype)
+    picked: Weight = format_of(weight).rows(weight, slice(rows.start, rows.stop, rows.step))
+    return picked
 
 
 def why_not_one_weight(layers: Sequence[Linear]) -> str:
     """Why the layers cannot have one weight; "" if they can."""
     first = layers[0]
     options = ("activations", "check_finite", "use_fast_accum", "batch_invariant", "weight_recipe")
-    for name in ("in_features", *options, "e4m3_max", "dtype", "training"):
+    for name in ("in_features", "format_name", *options, "e4m3_max", "dtype", "training"):
         if any(getattr(layer, name) != getattr(first, name) for layer in layers):
             return f"their {name} differs"
-    if len({(layer.weight_amax.device, _execution_device(layer)) for layer in layers}) > 1:
+    if len({(layer._device, _execution_device(layer)) for layer in layers}) > 1:
         return "they are on several devices"
     if any(layer._is_offloaded() for layer in layers):
         return "their weights are offloaded"
@@ -294,7 +291,7 @@ def _execution_device(layer: Linear) -> str:
     return str(getattr(vars(layer).get("_hf_hook"), "execution_device", None))
 
 
-def layer_like(layer: Linear, weight: NVFP4Tensor, bias: Tensor | None) -> MergedLinear:
+def layer_like(layer: Linear, weight: Weight, bias: Tensor | None) -> MergedLinear:
     """A layer of one part with this weight and bias, and with the options and the hook of another layer."""
     made = cast(
         MergedLinear,
@@ -324,7 +321,7 @@ def one_weight(layers: Sequence[Linear], *, is_interleaved: bool = False) -> Mer
     first = layers[0]
     with torch.inference_mode(False), torch.no_grad():
         weights = [layer.weight for layer in layers]
-        weight = joined(weights, is_interleaved=is_interleaved)
+        weight = first._format.joined(weights, is_interleaved=is_interleaved)
         bias = None
         if any(layer.bias is not None for layer in layers):
             biases = [

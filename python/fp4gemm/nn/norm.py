@@ -96,4 +96,4 @@ def reads_decoded(layer: Linear) -> bool:
     """Whether the kernels of the layer's device would decode quantized tokens in every call."""
     if layer._is_prepacked():
         return True
-    return not torch.compiler.is_compiling() and support.streams_prepacked(layer.weight_amax.device)
+    return not torch.compiler.is_compiling() and support.streams_prepacked(layer._device)

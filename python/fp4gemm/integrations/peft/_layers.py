@@ -15,8 +15,8 @@ from ..._names import STACKED
 from ...calibration.statistics import InputStatistics
 from ...containers.nvfp4 import NVFP4Tensor
 from ...models.qat import random_codes
-from ...nn import experts as nn_experts
 from ...nn._adapted import LowRank
+from ...nn._formats import interleaved
 from ...nn._inputs import check_float_weight
 from ...nn._weight import WeightModule
 from ...nn.experts import Experts, StackedWeight
@@ -51,7 +51,7 @@ def stacks_of(module: Experts) -> dict[str, StackedWeight]:
 def _stand_in(module: Experts, name: str) -> Tensor:
     """A tensor (g, n, k) with the dtype and device of a float stack, over the memory of one element."""
     weight = stacks_of(module)[name]
-    return torch.empty((), dtype=weight.dtype, device=weight.weight_amax.device).expand(weight._shape)
+    return torch.empty((), dtype=weight.dtype, device=weight._device).expand(weight._shape)
 
 
 # ---- layers
@@ -118,7 +118,7 @@ class ParamWrapper(lora.ParamWrapper):  # peft looks for this name
         b = self.lora_B[name].weight.unflatten(1, (-1, self.num_experts)).permute(2, 0, 1)
         experts = self.get_base_layer()
         if self.role == "w13" and _has_halves(experts):
-            b = nn_experts.interleaved(b)
+            b = interleaved(b)
         return LowRank(a, b, float(self.scaling[name]))
 
     @property
@@ -228,5 +228,5 @@ def _merge(
         is_mixed = experts is not None and name == "w13" and _has_halves(experts) and not is_drawn
         w = torch.cat((w[:, 0::2], w[:, 1::2]), 1) if is_mixed else w
         made = rounding(w, weight, name, kind)
-        weight.weight = nn_experts.interleaved_stack(made) if is_mixed else made  # type: ignore[misc]
+        weight.weight = weight._format.interleaved(made) if is_mixed else made  # type: ignore[misc]
     layer.merged_adapters.extend(names)

@@ -16,7 +16,9 @@ from ...checkpoint.formats import FORMATS, SourceFormat
 from ...checkpoint.stacked import rounding
 from ...containers.interop import MXFP4Report
 from ...containers.nvfp4 import NVFP4Tensor
-from ...nn.experts import SWIGLU, interleaved, interleaved_stack, of_own_storage
+from ...nn._formats import interleaved
+from ...nn._formats.nvfp4 import NVFP4
+from ...nn.experts import SWIGLU
 from ...ops.parts import OperandParts
 from ...recipe import INPUTS
 from . import products, weights
@@ -197,7 +199,7 @@ class ExpertsWeights:
         for which in ("w13", "w2"):
             weight = self.weight_of(layer, which)
             if which == "w13" and self.is_gated and not self.are_mixed:
-                weight = interleaved_stack(weight)
+                weight = NVFP4.interleaved(weight)
             for each in self.suffixes:
                 delattr(layer, f"{which}_{each}")
             self.keep(layer, which, weights.hold(weight, INPUTS[self.of.activations].tokens))
@@ -341,7 +343,7 @@ class OnlineExperts(ExpertsWeights):
                 given = interleaved(given)
             with torch.no_grad():
                 of, label = self.of, f"{self.of.name}.{name}"
-                made = of_own_storage(weights.quantized(label, given, of.method, of.activations))
+                made = NVFP4.of_own_storage(weights.quantized(label, given, of.method, of.activations))
             delattr(layer, name)
             del given
             self.keep(layer, which, weights.hold(made, INPUTS[self.of.activations].tokens))

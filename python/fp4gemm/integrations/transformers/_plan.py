@@ -32,7 +32,7 @@ from ...checkpoint.stacked import rounding
 from ...containers.interop import MXFP4Report
 from ...containers.nvfp4 import NVFP4Tensor
 from ...models import moe
-from ...nn._weight import BOUND
+from ...nn._formats import BOUND
 from ...nn.experts import StackedWeight
 from ...recipe import INPUTS, LayerActivations, StoredActivations
 from ...stacks import joined, stack

@@ -259,7 +259,7 @@ class Fp4GemmQuantizer(HfQuantizer):
         for name, module in model.named_modules():
             if isinstance(module, WeightModule):
                 module._notice()
-                if not module._has_weight and not module.weight_amax.is_meta:
+                if not module._has_weight and module._device.type != "meta":
                     raise ValueError(f"checkpoint: {name} has no weight in it, must have one")
                 hook = accelerate_hook(module)
                 kept += bool(getattr(hook, "offload", False) and not hook.offload_buffers)
