@@ -46,7 +46,7 @@ def trained_layers(student: torch.nn.Module) -> list[tuple[str, QATLinear]]:
 
 def restart(layer: QATLinear, given: torch.nn.Linear, master: qat.Master) -> None:
     """Give a layer the other kind of master weights, those of a float layer; its codes do not change."""
-    made = qat.first_master(given.weight.detach(), layer.layer.weight, master)
+    made = qat.first_master(given.weight.detach(), layer.layer._nvfp4_weight, master)
     with torch.no_grad():
         layer.weight.copy_(made)
 

@@ -96,7 +96,7 @@ def emulated(
     memo: dict[int, Any] = {}
     for name, module in model.named_modules():
         if isinstance(module, fp4gemm.nn.Linear):
-            weight, chosen = operands.of_weight(module.weight), None
+            weight, chosen = operands.of_weight(module._nvfp4_weight), None
             if channels is not None:
                 chosen = channels[name]
                 # The columns again are in blocks of their own, and have the amax of the row.

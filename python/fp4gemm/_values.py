@@ -12,7 +12,14 @@ from ._checks import has_memory
 
 _LARGEST = 0x7E  # 448. 0x7F and 0xFF are NaN, and from 0x80 on the sign bit is set.
 
-__all__ = ["amax_problem", "are_readable", "check_amax", "check_block_scales", "scales_problem"]
+__all__ = [
+    "amax_problem",
+    "are_readable",
+    "check_amax",
+    "check_block_scales",
+    "nan_problem",
+    "scales_problem",
+]
 
 
 def are_readable(x: Tensor) -> bool:
@@ -33,6 +40,18 @@ def scales_problem(scales: Tensor) -> str | None:
         f"{int(wrong.sum())} of {bits.numel()} block scales are NaN or have the sign bit set, the first is "
         f"0x{int(bits[first]):02X} at {list(first)}; a block scale must be 0x00 to 0x7E, 0 to 448"
     )
+
+
+def nan_problem(x: Tensor, nan: int) -> str | None:
+    """Return why float8 numbers are not allowed: the byte ``nan``, of any sign in e4m3; None if they are."""
+    if not are_readable(x) or x.numel() == 0:
+        return None
+    bits = x.detach().view(torch.uint8)
+    wrong = (bits & 0x7F if nan == 0x7F else bits) == nan
+    if not bool(wrong.any()):
+        return None
+    first = wrong.nonzero()[0].tolist()
+    return f"{int(wrong.sum())} of {bits.numel()} values are NaN, the first at {first}; all must be numbers"
 
 
 def check_block_scales(name: str, scales: Tensor) -> None:

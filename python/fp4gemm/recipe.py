@@ -1,4 +1,4 @@
-"""How weights and activations become NVFP4: the options, their values and defaults, and the quantizer.
+"""How weights and activations are quantized: the options, their values and defaults, and the quantizer.
 
 Layers (:mod:`fp4gemm.nn`), models (:func:`fp4gemm.models.quantize_model`), transformers (``Fp4GemmConfig``),
 checkpoints (:class:`fp4gemm.checkpoint.Options`) and engines (the plug-ins of vLLM and SGLang) take these
@@ -17,9 +17,10 @@ from torch import Tensor
 from . import _checks
 from .calibration.gptq import DAMPING, Factorization, rounded
 from .calibration.statistics import InputStatistics, Statistics, StatisticsFile
+from .containers.mxfp8 import MXFP8Tensor, quantize_mxfp8
 from .containers.nvfp4 import NVFP4Tensor
 from .ops import options as option_checks
-from .ops.inputs import FP8_ROW, NOT_QUANTIZED, ROW, TENSOR, InputCast
+from .ops.inputs import FP8_ROW, MXFP8, NOT_QUANTIZED, ROW, TENSOR, InputCast
 from .quantize import quantize
 from .support import TokenForm
 
@@ -38,8 +39,8 @@ __all__ = [
     "automatic",
 ]
 
-ActivationKind = Literal["per-token", "per-tensor", "static", "fp8", "a16"]
-LayerKind = Literal["per-token", "per-tensor", "fp8", "a16"]
+ActivationKind = Literal["per-token", "per-tensor", "static", "fp8", "a16", "mxfp8"]
+LayerKind = Literal["per-token", "per-tensor", "fp8", "a16", "mxfp8"]
 StoredKind = Literal["a16", "per-token", "per-tensor", "static", "fp8"]
 # "per-token" and "per-tensor" with each set of options of the cast: see Recipe. A test compares with INPUTS.
 TokenCast = Literal[
@@ -82,7 +83,7 @@ class InputKind(NamedTuple):
     """What the input of a product becomes under a value of ``activations``.
 
     Attributes:
-        tokens: whether it becomes "nvfp4" or "fp8", or stays in "16-bit" numbers.
+        tokens: whether it becomes "nvfp4", "fp8" or "mxfp8", or stays in "16-bit" numbers.
         scaling: the argument ``scaling`` of the operators ``linear`` and ``experts``, which quantize their
             input; None: it is quantized ahead of them, with an amax that is known.
         kind: the value of ``activations`` without options of the cast.
@@ -99,6 +100,11 @@ class InputKind(NamedTuple):
         """Whether it becomes NVFP4."""
         return self.tokens == "nvfp4"
 
+    @property
+    def weights(self) -> Literal["nvfp4", "mxfp8"]:
+        """The format of the weight that it is multiplied by."""
+        return "mxfp8" if self.tokens == "mxfp8" else "nvfp4"
+
 
 _KINDS: Mapping[ActivationKind, tuple[TokenForm, int | None]] = {
     "a16": ("16-bit", NOT_QUANTIZED),
@@ -106,6 +112,7 @@ _KINDS: Mapping[ActivationKind, tuple[TokenForm, int | None]] = {
     "per-tensor": ("nvfp4", TENSOR),
     "static": ("nvfp4", None),
     "fp8": ("fp8", FP8_ROW),
+    "mxfp8": ("mxfp8", MXFP8),
 }
 # The options of fp4gemm.quantize that "per-token" and "per-tensor" may have.
 CAST_OPTIONS = ("encode", "four_over_six", "four_over_six_error", "e4m3_max")
@@ -202,7 +209,7 @@ AUTO = "auto"  # the value of entry points for which :func:`automatic` chooses o
 USES_DATA = ("search", "gptq")  # the methods that read statistics
 
 
-def automatic(multiplies_fp8: bool, *k: int) -> LayerKind:
+def automatic(multiplies_fp8: bool, *k: int) -> Literal["per-token", "fp8", "a16"]:
     """What ``activations="auto"`` of an entry point becomes for a layer.
 
     * On compute capability 9.0 "fp8": its tensor cores multiply FP8 and not FP4, and e4m3 rounds tokens less
@@ -231,7 +238,7 @@ def automatic(multiplies_fp8: bool, *k: int) -> LayerKind:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """The options by which weights become NVFP4, and activations NVFP4 or FP8.
+    """The options by which weights become NVFP4, and activations NVFP4 or FP8; or both MXFP8.
 
     Attributes:
         activations: how the input of a product is quantized when the model runs. "per-token": each row has
@@ -241,6 +248,8 @@ class Recipe:
             account that products round the values of weights to e4m3 (``fp8_operand`` of
             :func:`fp4gemm.quantize`).
             "a16": the input stays in bfloat16 or float16.
+            "mxfp8": the input and the weight become MXFP8 (:func:`fp4gemm.quantize_mxfp8`), which has no
+            other option: the method is "round", and weight_scaling stays "row" without a meaning.
             "per-token" and "per-tensor" may be followed by options of :func:`fp4gemm.quantize`, which defines
             each to the bit: "per-token,four_over_six=mae", "per-tensor,encode=te_per_token". They are
             ``encode``, ``four_over_six``, ``four_over_six_error`` and ``e4m3_max``; those that are omitted
@@ -285,6 +294,9 @@ class Recipe:
     def __post_init__(self) -> None:
         object.__setattr__(self, "activations", checked_activations(self.activations))
         _checks.is_one_of("numerics", self.numerics, get_args(Numerics))
+        if INPUTS[self.activations].weights == "mxfp8":
+            self._check_mxfp8()
+            return
         if self.weight_scaling is None:
             object.__setattr__(self, "weight_scaling", "row" if self.numerics == "te" else "tensor")
         _checks.is_one_of("weight_scaling", self.weight_scaling, WEIGHT_SCALINGS)
@@ -326,6 +338,21 @@ class Recipe:
         object.__setattr__(self, "method", method)
         object.__setattr__(self, "four_over_six", adaptive)
         self._check_cast()
+
+    def _check_mxfp8(self) -> None:
+        """Check that there are no options of NVFP4, and complete the others."""
+        implied: dict[str, Any] = {
+            "weight_scaling": "row", "method": "round", "four_over_six": "none", "e4m3_max": 448,
+        }  # fmt: skip
+        for each in dataclasses.fields(self):
+            if each.name in ("activations", "data"):
+                continue
+            value, wanted = getattr(self, each.name), implied.get(each.name, each.default)
+            if value not in (None, wanted):
+                raise ValueError(
+                    f"{each.name}: got {value!r}, must be {wanted!r} with activations {self.activations!r}"
+                )
+            object.__setattr__(self, each.name, wanted)
 
     def _check_cast(self) -> None:
         """Check the options of the cast of weights, and complete e4m3_max."""
@@ -422,13 +449,14 @@ class Recipe:
 
 
 class Quantizer:
-    """Makes the NVFP4 weight of a layer, or the two of experts, by one method.
+    """Makes the quantized weight of a layer, or the two of experts, by one method.
 
     Args:
         recipe: the scaling and the method. "four-over-six" is ``quantize(w, four_over_six=...)``, "search"
             ``quantize(w, scale_search="mse", importance=mean_square)``, importance None without statistics,
             and "gptq" :func:`fp4gemm.calibration.gptq`, or "search" where that fails; the last two get the
-            recipe's fp8_operand. The numerics are "te".
+            recipe's fp8_operand. The numerics are "te". With activations "mxfp8" the weight is
+            ``quantize_mxfp8(w)``.
         statistics: those of the layer's input under "", or those of experts under "w13" and "w2"; may be
             empty, except for "gptq".
         factorization: of "gptq", shared by the quantizers of a model.
@@ -451,18 +479,23 @@ class Quantizer:
         self.notes: list[str] = []
         self.errors: list[float] = []
 
-    def __call__(self, w: Tensor, name: str = "") -> NVFP4Tensor:
+    def __call__(self, w: Tensor, name: str = "") -> NVFP4Tensor | MXFP8Tensor:
         """Quantize w (n, k) or (g, n, k)."""
         known = self._statistics.get(name)
         if known is not None:
             known = self._complete(known.to(w.device))
-        made = self.made(w, known)
+        made = quantize_mxfp8(w) if self.makes_mxfp8 else self.made(w, known)
         if known is not None and bool(known.num_tokens.any()):
             self.errors.append(output_error(w, made, known))
         return made.to(w.dtype)
 
+    @property
+    def makes_mxfp8(self) -> bool:
+        """Whether the weights are MXFP8."""
+        return INPUTS[self.recipe.activations].weights == "mxfp8"
+
     def made(self, w: Tensor, known: InputStatistics | None, amax: Tensor | None = None) -> NVFP4Tensor:
-        """Quantize w by the method with the statistics ``known``; amax is given, or measured from w."""
+        """Make w NVFP4 by the method, with the statistics ``known``; amax is given, or measured from w."""
         method, scaling = self.recipe.method, cast(WeightScaling, self.recipe.weight_scaling)
         if method in ("round", "four-over-six"):
             made: NVFP4Tensor = quantize(w, amax=amax, **self.recipe.weight_keywords)
@@ -530,7 +563,7 @@ def completed(own: InputStatistics, of_all: InputStatistics) -> InputStatistics:
     return InputStatistics(own.num_tokens, mixed(own.mean_square, of_all.mean_square), moment)
 
 
-def output_error(w: Tensor, made: NVFP4Tensor, known: InputStatistics) -> float:
+def output_error(w: Tensor, made: NVFP4Tensor | MXFP8Tensor, known: InputStatistics) -> float:
     """|X (W - Q)^T| / |X W^T| over the inputs of the statistics. Synchronises."""
     total, wrong = 0.0, 0.0
     num_experts = w.shape[0] if w.dim() == 3 else 0

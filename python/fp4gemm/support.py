@@ -15,8 +15,9 @@ from .kernel_table import Format
 
 __all__ = ["Support", "TokenForm", "is_supported", "ready", "ready_for", "streams_prepacked"]
 
-# What the tokens of a product are, or become in it: NVFP4, 16-bit numbers that are not quantized, or FP8.
-TokenForm = Literal["nvfp4", "16-bit", "fp8"]
+# What the tokens of a product are, or become in it: NVFP4, 16-bit numbers that are not quantized, FP8, or
+# MXFP8.
+TokenForm = Literal["nvfp4", "16-bit", "fp8", "mxfp8"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +43,11 @@ _FORMS: tuple[tuple[str, tuple[Format, Format], str], ...] = (
         ("e4m3", "nvfp4"),
         "pass fp4gemm.quantize of the tokens, or use layers with activations='per-token'",
     ),
-    ("MXFP8 operands", ("mxfp8", "mxfp8"), "pass fp4gemm.quantize of both"),
+    (
+        "MXFP8 operands",
+        ("mxfp8", "mxfp8"),
+        "pass fp4gemm.quantize of both, or use layers with activations='per-token'",
+    ),
 )
 _DECODED, _PREPACKED, _UNQUANTIZED, FP8, MXFP8 = (name for name, _, _ in _FORMS)
 _MODES = ("mm", "grouped_mm")
@@ -139,7 +144,7 @@ def streams_prepacked(device: torch.device, tokens: TokenForm = "nvfp4") -> bool
 
     For 16-bit and for FP8 tokens they should if the kernels read weights that are prepacked for them. For
     NVFP4 tokens they should only if the tensor cores do not read NVFP4 too: those that do are faster for many
-    tokens.
+    tokens. MXFP8 weights are never prepacked.
     """
     if device.type != "cuda":
         return False
@@ -151,6 +156,8 @@ def streams_prepacked(device: torch.device, tokens: TokenForm = "nvfp4") -> bool
 def _streams_prepacked(index: int, tokens: TokenForm) -> bool:
     properties, many = torch.cuda.get_device_properties(index), (4096, 4096, 4096)
     device = kernel_table.device_arch(index), properties.multi_processor_count
+    if tokens == "mxfp8":
+        return False
     if tokens == "fp8":
         return _has_kernel(*device, 0, "e4m3", "prepacked_fp8")
     if not _has_kernel(*device, 0, "nvfp4", "prepacked"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from fp4gemm import training
+from fp4gemm.recipe import Recipe
 from mxfp8_numbers import rounded, rounded_columns
 from torch import Tensor
 
@@ -92,9 +93,8 @@ def test_the_dequantized_backward_pass(device: torch.device) -> None:
     assert_near(weight.grad.cpu(), dy.double().T, rounded(x).T, "dW")
 
 
-def test_layers_for_inference_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"^w: format is 'mxfp8', must be 'nvfp4': layers for inference"):
-        training.PRESETS["mxfp8"].for_inference()
+def test_the_recipe_of_layers_for_inference() -> None:
+    assert training.PRESETS["mxfp8"].for_inference() == Recipe(activations="mxfp8")
 
 
 def test_fsdp_gathers_no_such_weight() -> None:

@@ -222,7 +222,7 @@ class Plan:
         groups = tuple(Group(tuple(sorted(names)), layer) for layer, names in kinds.items() if layer)
         return Scheme(
             o.format,
-            o.recipe.activations,
+            cast(StoredActivations, o.recipe.activations),
             tuple(self.ignored()),
             "fp8" if o.kv_scales else None,
             cast(int, o.recipe.e4m3_max),

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import _names
 from ..containers.interop import MXFP4Report
-from ..nn.merged import rows_of
+from ..nn._formats.nvfp4 import NVFP4
 from . import rules
 from .formats import Scheme, SourceFormat, Stack, StoredWeight
 from .output import Slot, slots_of_weight
@@ -103,7 +103,8 @@ def _made(
         found: dict[str, Any] = {}
         for module, rows in _parts(stack, e):
             whole = rows == range(stack.n)
-            stored = StoredWeight.of(weight if whole else rows_of(weight, rows), scheme.format)
+            part = weight if whole else NVFP4.rows(weight, slice(rows.start, rows.stop, rows.step))
+            stored = StoredWeight.of(part, scheme.format)
             found |= stored.tensors(module)
             if stack.bias:
                 found[f"{module}.bias"] = parts[stack.bias, e][rows.start :: rows.step]

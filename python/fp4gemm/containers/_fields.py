@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import _checks
 from .._formats import MXFP8
-from ..layout import grouped_scale_rows
+from ..layout import TILE_ROWS, grouped_scale_rows, swizzle_scales
 from ..ops import options as option_checks
 
 __all__ = [
@@ -274,3 +274,12 @@ def _amax_of_matrices(
     _checks.same_device("amax", x, device, of)
     _checks.is_contiguous("amax", x)
     _checks.no_grad("amax", x, "fp4gemm.mm")
+
+
+def swizzled_stack(compact: Tensor) -> Tensor:
+    """The scales of a stack (g, r, c) in plain order, swizzled for each matrix: (g, ceil128(r), ceil4(c))."""
+    # Once the rows of each matrix are padded, the stack is one matrix.
+    padding = (0, 0, 0, -compact.shape[1] % TILE_ROWS)
+    scales = swizzle_scales(torch.nn.functional.pad(compact.view(torch.uint8), padding).flatten(0, 1))
+    stack: Tensor = scales.view(compact.shape[0], -1, scales.shape[1])
+    return stack

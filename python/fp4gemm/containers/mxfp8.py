@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import _checks
 from .._formats import MXFP8
-from ..layout import unswizzle_scales
+from ..layout import swizzle_scales, unswizzle_scales
 from ..ops import operators
 from ..ops import options as option_checks
 from ..support import ready
@@ -87,6 +87,12 @@ class MXFP8Tensor(Container):
         if offs_dim != 0:
             object.__setattr__(self, "offs_dim", offs_dim)
         return self
+
+    @classmethod
+    def _of_compact(cls, values: Tensor, compact_scales: Tensor) -> MXFP8Tensor:
+        """A container of values and of bytes of scales in plain order, (m, k/32) or (g, n, k/32)."""
+        swizzle = swizzle_scales if values.dim() == 2 else _fields.swizzled_stack
+        return cls(values, swizzle(compact_scales))
 
     @property
     def shape(self) -> torch.Size:

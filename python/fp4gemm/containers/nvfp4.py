@@ -157,10 +157,7 @@ class NVFP4Tensor(Conventions, Container):
         compact = _fields.compact_scales("compact_scales", compact_scales, x)
         if not is_stack:
             return cls._of_swizzled(x, swizzle_scales(compact), amax, e4m3_max)
-        # Once the rows of each matrix are padded, the stack is one matrix.
-        padding = (0, 0, 0, -x.shape[1] % TILE_ROWS)
-        scales = swizzle_scales(torch.nn.functional.pad(compact.view(torch.uint8), padding).flatten(0, 1))
-        return cls._of_swizzled(x, scales.view(x.shape[0], -1, scales.shape[1]), amax, e4m3_max)
+        return cls._of_swizzled(x, _fields.swizzled_stack(compact), amax, e4m3_max)
 
     @classmethod
     def _of_swizzled(cls, codes: Tensor, scales: Tensor, amax: Tensor, e4m3_max: int) -> NVFP4Tensor:

@@ -194,7 +194,7 @@ class QATLinear(torch.nn.Module):
     def __init__(self, layer: Linear, weight: Tensor, master: Master) -> None:
         super().__init__()
         self.layer = layer
-        self.weight = torch.nn.Parameter(first_master(weight, layer.weight, master))
+        self.weight = torch.nn.Parameter(first_master(weight, layer._nvfp4_weight, master))
         self.bias = _trained_bias(layer)
 
     @property
@@ -253,8 +253,8 @@ class QATExperts(torch.nn.Module):
     def __init__(self, layer: Experts, w13: Tensor, w2: Tensor, master: Master) -> None:
         super().__init__()
         self.layer = layer
-        self.w13 = torch.nn.Parameter(first_master(w13, layer.w13.weight, master))
-        self.w2 = torch.nn.Parameter(first_master(w2, layer.w2.weight, master))
+        self.w13 = torch.nn.Parameter(first_master(w13, layer.w13._nvfp4_weight, master))
+        self.w2 = torch.nn.Parameter(first_master(w2, layer.w2._nvfp4_weight, master))
         self.bias13, self.bias2 = _trained_bias(layer.w13), _trained_bias(layer.w2)
 
     def quantized_weights(self) -> tuple[NVFP4Tensor, NVFP4Tensor]:
@@ -285,7 +285,7 @@ def _trained_bias(layer: WeightModule) -> torch.nn.Parameter | None:
 
 def _rounded(weight: Tensor, layer: WeightModule) -> NVFP4Tensor:
     """A master weight, rounded with the scales of a layer."""
-    like = layer.weight
+    like = layer._nvfp4_weight
     with torch.no_grad():
         codes = nearest_codes(weight.detach(), like)
     return NVFP4Tensor._trusted(codes, like.scales, like.amax, like.e4m3_max)._stamped(like.dtype)

@@ -1,9 +1,10 @@
-"""A block of experts whose gate and up are rounded, as the products of training round them.
+"""Blocks of experts that no operator computes: with rounded gate and up, as in training, and with MXFP8.
 
 The operator ``experts`` applies the activation to the float32 sums of the first product. A model that trains
 rounds them to the dtype of x first, since the first product, SwiGLU and the second product are functions of
 their own there (:class:`fp4gemm.training.StackedExperts`). No kernel has that rounding in its epilogue, so
-that the block is composed here, with the bits of training.
+that the block is composed here, with the bits of training. So is a block of MXFP8 weights, which the operator
+does not read.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from .. import support
 from ..ops import operators
 from ..ops._call import narrowed
 from ..ops.gemm import GemmCall
-from ..ops.inputs import FP8_ROW, NOT_QUANTIZED, checked_input
+from ..ops.inputs import FP8_ROW, MXFP8, NOT_QUANTIZED, checked_input
 from ..ops.parts import OperandParts
 from ..ops.quantize import QuantizeDecodedCall
 
-__all__ = ["product", "rounded_sum", "swiglu_experts"]
+__all__ = ["composed_experts", "product", "rounded_sum", "swiglu_experts"]
 
 
 def swiglu_experts(
@@ -63,6 +64,31 @@ def swiglu_experts(
     return result
 
 
+def composed_experts(
+    x: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    w13: OperandParts,
+    w2: OperandParts,
+    scaling: int,
+    activation: int,
+    batch_invariant: bool = False,
+    use_fast_accum: bool = False,
+) -> Tensor:
+    """What the operator ``experts`` defines, as a sequence of operators, for any format of the weights.
+
+    The arguments are those of the operator, which are checked already; activation is its number.
+    """
+    offs, token_of_row, row_of_pair = operators.route(topk_ids, w13.data.shape[0])
+    options: dict[str, Any] = {"batch_invariant": batch_invariant, "use_fast_accum": use_fast_accum}
+    rows = x.index_select(0, token_of_row.clamp(min=0))  # rows behind offs[-1] belong to no group
+    h_dtype = torch.bfloat16 if x.dtype is torch.float32 else x.dtype
+    h = product(rows, w13, offs, scaling, {**options, "activation": activation}, h_dtype)
+    y = product(h, w2, offs, scaling, options, x.dtype)
+    result: Tensor = operators.combine(y, row_of_pair, topk_weights, x.dtype)
+    return result
+
+
 def rounded_sum(y: Tensor, row_of_pair: Tensor, topk_weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The arguments of combine for rows y, with weights of the dtype of y multiplied and rounded first."""
     if topk_weights.dtype is not y.dtype or y.dtype is torch.float32:
@@ -82,12 +108,18 @@ def product(
     out_dtype: torch.dtype,
     c: Tensor | None = None,
 ) -> Tensor:
-    """The grouped product of rows, quantized as ``scaling`` says, and a weight, plus c of the out_dtype."""
+    """The grouped product of rows, quantized as ``scaling`` says, and a weight, plus c of the out_dtype.
+
+    ``options`` are more arguments of the operator gemm.
+    """
     cast = checked_input(scaling)
     a: Tensor | OperandParts = rows
     if cast.scaling == FP8_ROW:
         data, amax = operators.quantize_fp8(rows, offs)
         a = OperandParts(data, None, amax)
+    elif cast.scaling == MXFP8:
+        values, block_scales = operators.mxfp8_quantize(rows, -1, torch.float8_e4m3fn, True, offs)
+        a = OperandParts(values, block_scales, None)
     elif cast.scaling != NOT_QUANTIZED:
         call = cast.quantize_call(rows, offs)
         if weight.rows or support.streams_prepacked(rows.device):

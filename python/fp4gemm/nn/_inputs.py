@@ -1,4 +1,4 @@
-"""The values of the options of an NVFP4 Linear, and the checks of the weights and biases it is given."""
+"""The values of the options of a quantized Linear, and the checks of the weights and biases it is given."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from ..recipe import (
     checked_activations,
     checked_recipe,
 )
+from ._formats import FORMATS, WeightFormat
 
 CheckFinite = Literal["off", "raise"]
 CHECKS_OF_FINITE = get_args(CheckFinite)
@@ -59,6 +60,11 @@ def check_options(
     """Return the name by which INPUTS has the activations; TypeError or ValueError for a wrong value."""
     known = checked_activations(activations, LAYER_ACTIVATIONS)
     _checks.is_one_of("weight_scaling", weight_scaling, WEIGHT_SCALINGS)
+    if weight_scaling != "row" and INPUTS[known].weights == "mxfp8":
+        raise ValueError(
+            f"weight_scaling: got {weight_scaling!r}, must be 'row', the default, with activations "
+            f"{known!r}, whose weights have no amax"
+        )
     _checks.is_one_of("check_finite", check_finite, CHECKS_OF_FINITE)
     check_fast_accum(use_fast_accum, known)
     return known
@@ -136,6 +142,24 @@ def check_bias(bias: object, *shape: int, device: torch.device, name: str = "bia
     return x
 
 
+def refuse_quantized_gradient(value: str, format: str) -> None:
+    """Raise ValueError for input_gradient "quantized" of a weight that is not NVFP4."""
+    if value == "quantized" and format != "nvfp4":
+        raise ValueError(
+            f"input_gradient: got 'quantized', must be 'dequantized' of a weight in {FORMATS[format].title}"  # type: ignore[index]
+        )
+
+
+def check_weight_for(weight: object, format: WeightFormat, activations: str, name: str = "weight") -> None:
+    """Raise ValueError unless a weight of this format is multiplied under these activations."""
+    wanted = FORMATS[INPUTS[activations].weights]
+    if format is not wanted:
+        raise ValueError(
+            f"{name}: got {_checks.describe(weight)}, must be an {wanted.container.__name__} with "
+            f"activations {activations!r}"
+        )
+
+
 def num_not_finite(x: Tensor) -> int:
     """How many elements are NaN or infinite. Synchronises."""
     return int((~torch.isfinite(x)).sum())
@@ -168,10 +192,11 @@ def shared_input(
         TypeError, ValueError: unless x is a plain matrix (m, k) on the device of a layer that quantizes.
     """
     tokens = INPUTS[activations].tokens
-    if (tokens == "fp8") is not isinstance(x, FP8Tensor) or tokens == "16-bit":
+    if (tokens == "fp8") is not isinstance(x, FP8Tensor) or tokens in ("16-bit", "mxfp8"):
         wanted = {
             "16-bit": "a bfloat16 or float16 tensor",
             "fp8": "a float tensor or an fp4gemm.FP8Tensor",
+            "mxfp8": "a float tensor",
             "nvfp4": "a float tensor, an fp4gemm.NVFP4Tensor or an fp4gemm.DecodedTensor",
         }[tokens]
         raise TypeError(f"x: got {_checks.describe(x)}, must be {wanted} with activations {activations!r}")

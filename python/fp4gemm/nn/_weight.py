@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import threading
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -254,6 +254,14 @@ class WeightModule(torch.nn.Module):
         made: Weight = self._format.of(codes, scales, amax, self._e4m3_max)._stamped(self.dtype)
         return made
 
+    @property
+    def _nvfp4_weight(self) -> NVFP4Tensor:
+        """The weight, where it has to be NVFP4; NotImplementedError for another format."""
+        weight = self.weight
+        if not isinstance(weight, NVFP4Tensor):
+            raise NotImplementedError(f"weight: is {self._format.title}, must be NVFP4 for this")
+        return weight
+
     def __setattr__(self, name: str, value: Any) -> None:
         self.__dict__["_fast"] = None
         # transformers ties weights by setattr(layer, "weight", embedding.weight). Its patterns of names match
@@ -317,6 +325,11 @@ class WeightModule(torch.nn.Module):
         """
         amax = self._buffers.get(AMAX)
         return "tensor" if amax is not None and amax.shape[-1] == 1 else "row"
+
+    @property
+    def _shown_scaling(self) -> str:
+        """weight_scaling for extra_repr; "" of a format without an amax."""
+        return f", weight_scaling={self.weight_scaling!r}" if AMAX in self._format.buffers else ""
 
     def reset_parameters(self) -> None:
         """Forget the weight: zeros everywhere, and ``forward`` raises until one is loaded."""
@@ -434,7 +447,7 @@ class WeightModule(torch.nn.Module):
         with _EXCHANGE:
             # Not an inference tensor, so that load_state_dict may write it later.
             with torch.inference_mode(False), torch.no_grad():
-                data = prepack(self.weight, fp8).data
+                data = prepack(self._nvfp4_weight, fp8).data
                 if type(data) is not Tensor:
                     return  # a fake one, of a tracer that torch.compiler does not know of
                 if place is not None:
@@ -554,7 +567,8 @@ class WeightModule(torch.nn.Module):
         if place is None:
             return {**parts, **made}
         with torch.inference_mode(False), torch.no_grad():
-            return {**parts, AMAX: made[AMAX], PREPACKED: prepack(new, _checks.is_for_fp8(place)).data}
+            packed = prepack(cast(NVFP4Tensor, new), _checks.is_for_fp8(place))
+            return {**parts, AMAX: made[AMAX], PREPACKED: packed.data}
 
     def _write(self, parts: dict[str, Tensor]) -> None:
         """Copy the tensors of an update into the buffers, after all checks, so that nothing can fail."""

@@ -1,4 +1,4 @@
-"""fp4gemm.nn.Experts: the experts of a mixture, their weights in NVFP4, as one module."""
+"""fp4gemm.nn.Experts: the experts of a mixture, their weights in NVFP4 or MXFP8, as one module."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ..recipe import (
 )
 from ..support import TokenForm
 from ._adapted import Block, Frozen, LowRank, adapted_experts, check_adapter, transpose
-from ._by_parts import swiglu_experts
+from ._by_parts import composed_experts, swiglu_experts
 from ._formats import (
     AMAX,
     BOUND,
@@ -43,8 +43,10 @@ from ._inputs import (
     check_bias,
     check_float_weight,
     check_options,
+    check_weight_for,
     k_step,
     refuse_not_finite,
+    refuse_quantized_gradient,
     with_recipe,
 )
 from ._parallel import check_exchange, exchanged
@@ -95,7 +97,9 @@ class Experts(Invariant, torch.nn.Module):
         activations: "per-token" quantizes x and h with one amax for each row, "per-tensor" with one for the
             rows of each expert; both may have options of the cast, as in :class:`fp4gemm.nn.Linear`. "fp8"
             makes both e4m3, one scale for each row (W4A8), as there. "a16": neither is quantized (W4A16), but
-            x is rounded to bfloat16 if it is float32, and so is the result then.
+            x is rounded to bfloat16 if it is float32, and so is the result then. "mxfp8": x, h and both
+            weights are MXFP8, as in :class:`fp4gemm.nn.Linear`; the block is then a sequence of operators,
+            without ep.
         weight_scaling: "row" gives each output channel of each expert its own amax, "tensor" one to each
             expert's matrix.
         check_finite: "off", or "raise" for debugging: ``forward`` raises ValueError if x has a NaN or an
@@ -158,10 +162,9 @@ class Experts(Invariant, torch.nn.Module):
         self._set_options(chosen, activations, check_finite, use_fast_accum, rounded_gate, ep)
         num_experts = num_experts if ep is None else ep.num_local_experts
         n13 = 2 * intermediate if chosen.is_gated else intermediate
-        self.w13 = StackedWeight(num_experts, n13, hidden, bias, device, dtype, weight_scaling=weight_scaling)
-        self.w2 = StackedWeight(
-            num_experts, hidden, intermediate, bias, device, dtype, weight_scaling=weight_scaling
-        )
+        how: dict[str, Any] = {"weight_scaling": weight_scaling, "format": INPUTS[activations].weights}
+        self.w13 = StackedWeight(num_experts, n13, hidden, bias, device, dtype, **how)
+        self.w2 = StackedWeight(num_experts, hidden, intermediate, bias, device, dtype, **how)
 
     def _set_options(
         self,
@@ -282,6 +285,7 @@ class Experts(Invariant, torch.nn.Module):
         _checks.is_one_of("layout", layout, LAYOUTS)
         activations = check_options(activations, "row", check_finite, use_fast_accum)
         format = format_of(w13, "w13")
+        check_weight_for(w13, format, activations, "w13")
         w13 = format.check(w13, "w13", 3)
         w2 = format.check(w2, "w2", 3)
         _checks.same_device("w2", w2._elements, w13.device, "w13")
@@ -338,6 +342,7 @@ class Experts(Invariant, torch.nn.Module):
     @input_gradient.setter
     def input_gradient(self, value: InputGradient) -> None:
         _checks.is_one_of("input_gradient", value, INPUT_GRADIENTS)
+        refuse_quantized_gradient(value, self.w13.format_name)
         self._input_gradient = value
         self.w13._transposed = self.w2._transposed = None
 
@@ -659,8 +664,7 @@ class StackedWeight(WeightModule):
     def extra_repr(self) -> str:
         return (
             f"num_experts={self.num_matrices}, out_features={self.out_features}, "
-            f"in_features={self.in_features}, bias={self.bias is not None}, "
-            f"weight_scaling={self.weight_scaling!r}"
+            f"in_features={self.in_features}, bias={self.bias is not None}{self._shown_scaling}"
         )
 
 
@@ -748,6 +752,8 @@ def stack_bias(name: str, bias: object, weight: Tensor | Weight) -> Tensor:
 def formats_of(layer: Experts, x: Tensor, w13: OperandParts) -> tuple[str, str]:
     """The formats of the operands of both products, as :func:`support.ready_for` names them."""
     tokens = INPUTS[layer.activations].tokens
+    if tokens == "mxfp8":
+        return tokens, tokens
     if tokens == "fp8":
         return "e4m3", "nvfp4" if w13.scales is not None else "prepacked_fp8"
     if tokens == "16-bit":
@@ -765,6 +771,8 @@ def multiply(
     scaling = INPUTS[layer.activations].scaling
     if layer.rounded_gate:
         return swiglu_experts(x, ids, scores, w13, w2, cast(int, scaling), *more)
+    if w13.amax is None:  # MXFP8, which the operator does not read
+        return composed_experts(x, ids, scores, w13, w2, cast(int, scaling), layer._activation, *more)
     arguments = ExpertsCall.arguments(x, ids, scores, w13, w2, scaling, layer._activation, *more)
     y: Tensor = operators.experts(*arguments)
     return y

@@ -1,4 +1,4 @@
-"""fp4gemm.nn.Linear: torch.nn.Linear with a weight in NVFP4 and an input that is quantized in each call."""
+"""fp4gemm.nn.Linear: torch.nn.Linear with a weight in NVFP4 or MXFP8 and an input quantized in each call."""
 
 from __future__ import annotations
 
@@ -29,8 +29,10 @@ from ._inputs import (
     check_bias,
     check_linear,
     check_options,
+    check_weight_for,
     k_step,
     refuse_not_finite,
+    refuse_quantized_gradient,
     shared_input,
     with_recipe,
 )
@@ -63,6 +65,12 @@ class Linear(Invariant, WeightModule):
     each row, and the values of the weight are rounded to e4m3 in the product; the stored weight is the same
     NVFP4. It runs on the FP8 tensor cores of compute capability 9.0, where it is meant for many tokens, and
     on the CPU. Its sums are the hardware's: :func:`fp4gemm.mm` says what holds.
+
+    With ``activations="mxfp8"`` (W8A8) Q is the cast of :func:`fp4gemm.quantize_mxfp8`, of the weight too:
+    e4m3 values with a power of two for 32 elements, and no amax. It runs on the MXFP8 tensor cores of
+    Blackwell, on the CPU, and on compute capability 9.0 in fp16, where each call decodes both operands.
+    ``weight`` is then an :class:`fp4gemm.MXFP8Tensor`, which takes the place of the NVFP4Tensor in all that
+    follows; it is not prepacked, and x is a float tensor.
 
     On compute capability 9.0, and with ``activations="a16"`` on 12.0 and 12.1, the first ``forward``
     that is neither traced nor captured prepacks the weight (:func:`fp4gemm.prepack`), which synchronises
@@ -109,10 +117,10 @@ class Linear(Invariant, WeightModule):
             "per-token,four_over_six=mae", as :class:`fp4gemm.recipe.Recipe` defines them. "fp8": x becomes
             e4m3, each token with its own scale; devices other than compute capability 9.0 and the CPU refuse
             it. "a16": x is not quantized (W4A16), but rounded to bfloat16 if it is float32; devices with FP4
-            tensor cores refuse it.
+            tensor cores refuse it. "mxfp8": x and the weight are MXFP8.
         weight_scaling: "row" gives each output channel (row of W) its own amax, "tensor" one to the whole
             weight. "row" is the default, since one fp32 number a channel costs nothing: the epilogue
-            multiplies by it anyway.
+            multiplies by it anyway. MXFP8 has no amax, so that "tensor" is refused with "mxfp8".
         check_finite: "off", or "raise" for debugging: ``forward`` raises ValueError if x has a NaN or an
             infinity. That reads x once more and synchronises in every call. While torch.compile traces with
             ``fullgraph=True`` or a CUDA graph is captured, "raise" is refused; without ``fullgraph`` the
@@ -128,7 +136,8 @@ class Linear(Invariant, WeightModule):
         (ceil128(n), ceil4(k/16)), one scale per 16 of k, swizzled, pads zero. weight_amax: float32 (n,) or
         (1,). weight_e4m3_max: int32 (1,), the bound of the scales, 448 or 256. A checkpoint without it means
         448. weight_prepacked: uint8 (int8 with "fp8"), in place of codes and scales once they are prepacked.
-        bias: float32 (n,), or None.
+        bias: float32 (n,), or None. With "mxfp8" weight_codes is float8_e4m3fn (n, k), weight_scales
+        float8_e8m0fnu (ceil128(n), ceil4(k/32)), and there are no others but bias.
         A state_dict has codes and scales in place of weight_prepacked. The buffers keep these dtypes under
         ``.half()``, ``.bfloat16()``, ``.to(dtype)``, which change ``weight.dtype`` alone.
 
@@ -164,7 +173,9 @@ class Linear(Invariant, WeightModule):
             raise TypeError(f"bias: got {_checks.describe(bias)}, must be a bool")
         if dtype is not None:
             _checks.is_float_dtype("dtype", dtype)
-        super().__init__((out_features, in_features), bias, device, dtype, weight_scaling)
+        super().__init__(
+            (out_features, in_features), bias, device, dtype, weight_scaling, INPUTS[activations].weights
+        )
         self.activations = activations
         self.check_finite = check_finite
         self.use_fast_accum = use_fast_accum
@@ -235,6 +246,7 @@ class Linear(Invariant, WeightModule):
                 bias of another dtype, shape or device.
         """
         weight = format_of(weight).check(weight)
+        check_weight_for(weight, format_of(weight), check_options(activations, "row", "off"))
         n, k = weight.shape
         if bias is not None:
             bias = check_bias(bias, n, device=weight.device)
@@ -369,8 +381,8 @@ class Linear(Invariant, WeightModule):
         is_plain = call.x_amax is None and not quantizes
         if is_plain:
             support.ready_for(x, "mm", ("bf16", "nvfp4"))
-        if tokens == "fp8":
-            format_a = "e4m3"
+        if tokens in ("fp8", "mxfp8"):
+            format_a = "e4m3" if tokens == "fp8" else "mxfp8"
         elif is_plain and x.dtype is torch.bfloat16:
             format_a = "bf16"
         elif x.dtype is torch.uint8 or (quantizes and not support.streams_prepacked(x.device)):
@@ -378,7 +390,7 @@ class Linear(Invariant, WeightModule):
         else:
             format_a = "fp16"
         prepacked = "prepacked_fp8" if tokens == "fp8" else "prepacked"
-        formats = (format_a, prepacked if call.weight_rows else "nvfp4")
+        formats = (format_a, prepacked if call.weight_rows else self.format_name)
         support.ready_for(x, "mm", formats)
         if _RULES and not self._batch_invariant:
             rows = x.reshape(-1, x.shape[-1]) if x.numel() else x.new_empty(0, x.shape[-1])
@@ -434,6 +446,7 @@ class Linear(Invariant, WeightModule):
     @input_gradient.setter
     def input_gradient(self, value: InputGradient) -> None:
         _checks.is_one_of("input_gradient", value, INPUT_GRADIENTS)
+        refuse_quantized_gradient(value, self.format_name)
         if value == "quantized" and self.out_features % _checks.K_STEP_MM:
             raise ValueError(
                 f"input_gradient: got 'quantized' with out_features {self.out_features}, must be "
@@ -468,8 +481,8 @@ class Linear(Invariant, WeightModule):
         sums = "".join(f", {name}=True" for name in _SUMS[self._batch_invariant, self.use_fast_accum])
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
-            f"bias={self.bias is not None}, activations={self.activations!r}, "
-            f"weight_scaling={self.weight_scaling!r}{finite}{sums}"
+            f"bias={self.bias is not None}, activations={self.activations!r}"
+            f"{self._shown_scaling}{finite}{sums}"
         )
 
 

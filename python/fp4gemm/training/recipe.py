@@ -256,19 +256,18 @@ class Recipe:
 
         :func:`fp4gemm.models.quantize_model` takes it for a whole model. It has the cast of x as
         ``activations``, and that of w as weight_scaling, method and the options of the cast. x=None becomes
-        "a16". With an amax of the whole x, the bits of a token depend on the batch, as in training.
+        "a16". With an amax of the whole x, the bits of a token depend on the batch, as in training. MXFP8 of
+        both x and w is "mxfp8".
 
         Raises:
-            ValueError: w is None, so that the forward pass multiplies weights that are not quantized, or its
-                format is not "nvfp4"; or x or w is rounded stochastically, which has no bits to repeat.
+            ValueError: w is None, so that the forward pass multiplies weights that are not quantized; or x or
+                w is rounded stochastically, which has no bits to repeat.
         """
         x, w = self.x, self.w
         if w is None:
-            raise ValueError("w: is None, must be a Cast: layers for inference have weights in NVFP4")
-        if w.format != "nvfp4":
-            raise ValueError(
-                f"w: format is {w.format!r}, must be 'nvfp4': layers for inference have weights in NVFP4"
-            )
+            raise ValueError("w: is None, must be a Cast: layers for inference have quantized weights")
+        if w.format == "mxfp8":  # and so has x, whose product with w has one format
+            return InferenceRecipe(activations="mxfp8")
         for name, cast in (("x", x), ("w", w)):
             if cast is not None and cast.stochastic:
                 raise ValueError(f"{name}: stochastic is True, must be False for inference")

@@ -364,7 +364,9 @@ def said_to_others(activations: Activations) -> StoredActivations:
     It is "a16" of FP8 tokens, and "per-token" of one amax for all tokens and of options of the cast.
     """
     kind = INPUTS[activations]
-    return "a16" if kind.tokens == "fp8" else "per-token" if kind.kind == "per-tensor" else kind.kind
+    if kind.tokens == "fp8":
+        return "a16"
+    return "per-token" if kind.kind == "per-tensor" else cast(StoredActivations, kind.kind)
 
 
 def own_value(activations: Activations) -> str | None:

@@ -13,10 +13,9 @@ from torch import Tensor
 from ... import activations
 from ..._names import STACKED
 from ...calibration.statistics import InputStatistics
-from ...containers.nvfp4 import NVFP4Tensor
 from ...models.qat import random_codes
 from ...nn._adapted import LowRank
-from ...nn._formats import interleaved
+from ...nn._formats import Weight, interleaved
 from ...nn._inputs import check_float_weight
 from ...nn._weight import WeightModule
 from ...nn.experts import Experts, StackedWeight
@@ -168,7 +167,7 @@ def _has_halves(experts: Experts) -> bool:
 
 
 class Rounding:
-    """How the sum of a weight and its adapters becomes NVFP4, for :func:`merge_and_unload`.
+    """How the sum of a weight and its adapters is quantized as the layer is, for :func:`merge_and_unload`.
 
     Args:
         method: None as ``update_`` of the layer rounds, unless there are statistics.
@@ -184,10 +183,10 @@ class Rounding:
     ) -> None:
         self.method, self.statistics, self.generator = method, statistics or {}, generator
 
-    def __call__(self, w: Tensor, layer: WeightModule, name: str, kind: str) -> NVFP4Tensor:
-        """w (n, k) or (g, n, k) in NVFP4; kind are the activations of the layer."""
+    def __call__(self, w: Tensor, layer: WeightModule, name: str, kind: str) -> Weight:
+        """w (n, k) or (g, n, k) in the format of the layer; kind are the activations of the layer."""
         if self.method == "stochastic":
-            like = layer.weight
+            like = layer._nvfp4_weight
             codes = random_codes(w, like, self.generator)
             return like._with(codes, like.scales, like.amax, None)
         known = self.statistics.get(name)

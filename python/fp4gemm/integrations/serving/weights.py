@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -159,7 +159,7 @@ def assembled(
 def quantized(name: str, weight: Tensor, method: DataFree, activations: Activations) -> NVFP4Tensor:
     """The weight (n, k) or (g, n, k) with an amax for each row; raises for NaN and infinity, by name."""
     check_float_weight(name, weight, tuple(weight.shape))
-    return as_quantizer(method, "row", activations)(weight)
+    return cast(NVFP4Tensor, as_quantizer(method, "row", activations)(weight))
 
 
 def hold(weight: NVFP4Tensor, tokens: TokenForm) -> OperandParts:

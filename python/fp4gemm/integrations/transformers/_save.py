@@ -17,12 +17,12 @@ from ...containers.nvfp4 import NVFP4Tensor
 from ...models import moe
 from ...models.fuse import fused
 from ...models.select import float_weights
+from ...nn import _formats as weights
 from ...nn._hooks import materialized
 from ...nn._weight import WeightModule
 from ...nn.gated import GatedMLP
 from ...nn.merged import MergedLinear, Part, rows_of
-from ...recipe import INPUTS, LayerActivations
-from ...stacks import joined
+from ...recipe import INPUTS, LayerActivations, StoredActivations
 from ._config import Fp4GemmConfig
 
 __all__ = ["state_dict"]
@@ -36,7 +36,7 @@ _REMEDIES = {
     "rounded_gate": "; set rounded_gate of all experts to one value",
 }
 # The name of the module, its weight and bias, and the activations of the layer.
-Weight = tuple[str, NVFP4Tensor, "Tensor | None", LayerActivations]
+Weight = tuple[str, weights.Weight, "Tensor | None", LayerActivations]
 
 
 def state_dict(model: Any, config: Fp4GemmConfig) -> dict[str, Tensor]:
@@ -63,7 +63,7 @@ def state_dict(model: Any, config: Fp4GemmConfig) -> dict[str, Tensor]:
                 state |= {name: t.to("cpu", copy=True) for name, t in own.items()} if is_offloaded else own
     for name, weight, bias, kind in _weights(model):
         kinds[name] = kind
-        stored = _stored(name, weight, format)
+        stored = _stored(name, cast(NVFP4Tensor, weight), format)  # the only ones, by _agreed
         scaling = "row" if stored.outer.numel() > 1 else scaling
         state |= {key: tensor.to("cpu", copy=True) for key, tensor in stored.tensors(name).items()}
         if INPUTS[kind].is_nvfp4:
@@ -72,7 +72,7 @@ def state_dict(model: Any, config: Fp4GemmConfig) -> dict[str, Tensor]:
             state[f"{name}.bias"] = _bias(bias, weight.dtype)
     config.scheme = Scheme(
         format,
-        activations,
+        cast(StoredActivations, activations),
         tuple(_ignored(model, format)),
         e4m3_max=e4m3_max,
         scaling=scaling,  # type: ignore[arg-type]
@@ -125,6 +125,12 @@ def _agreed(model: Any, format: FormatName) -> tuple[LayerActivations, int, bool
         if isinstance(module, nn.Experts):
             gates[module.rounded_gate] = name
         if isinstance(module, WeightModule):
+            if module.format_name != "nvfp4":
+                raise ValueError(
+                    f"model: {name} is {module._format.title}, must be NVFP4 to be saved; `python -m fp4gemm "
+                    f"convert --format {module.format_name}` writes the checkpoint of the float model, and "
+                    "model.state_dict() holds the layers"
+                )
             with materialized(module):
                 module._require_weight()
                 bounds[module.e4m3_max] = name
@@ -205,7 +211,7 @@ def _of_gated(name: str, mlp: GatedMLP) -> Iterator[Weight]:
         biases = [None if bias is None else bias[i::2] for i in (0, 1)]
         if up_name is None:
             bias = None if bias is None else torch.cat((bias[0::2], bias[1::2]))
-            yield f"{name}.{gate_name}", joined(halves), bias, _kind(mlp.gate_up)
+            yield f"{name}.{gate_name}", weights.format_of(halves[0]).joined(halves), bias, _kind(mlp.gate_up)
         else:
             yield f"{name}.{gate_name}", halves[0], biases[0], _kind(mlp.gate_up)
             yield f"{name}.{up_name}", halves[1], biases[1], _kind(mlp.gate_up)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from ... import _checks, _formats
+from ...containers.mxfp8 import MXFP8Tensor
 from ...containers.nvfp4 import NVFP4Tensor
 from ...ops.parts import OperandParts
 from .base import AMAX, BOUND, CODES, FORMATS, SCALES, FormatName, WeightFormat, interleaved
+from .mxfp8 import MXFP8
 from .nvfp4 import NVFP4
 
 __all__ = [
@@ -22,8 +24,8 @@ __all__ = [
     "interleaved",
 ]
 
-FORMATS |= {each.name: each for each in (NVFP4,)}
-Weight = NVFP4Tensor  # the containers that are weights of layers
+FORMATS |= {each.name: each for each in (NVFP4, MXFP8)}
+Weight = NVFP4Tensor | MXFP8Tensor  # the containers that are weights of layers
 
 
 def format_of(weight: object, name: str = "weight") -> WeightFormat:
