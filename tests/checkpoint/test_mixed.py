@@ -24,7 +24,7 @@ from fp4gemm.checkpoint import (
 from fp4gemm.checkpoint.formats import LAYERS, LayerFormat, LayerName, StoredLayer, read_scheme
 from fp4gemm.commands import main
 from helpers import assert_bits
-from mixed_models import Kind, fp8, write_nemotron
+from mixed_models import Kind, fp8, name_of, write_nemotron
 from nvfp4_models import float_model, integration, read, save_float
 from nvfp4_models import load as load_model
 from torch import Tensor
@@ -57,7 +57,7 @@ def test_the_values_of_a_layer(shape: tuple[int, int], kind: Kind, format: Any) 
     """code * scale in float32, and one rounding more to 16 bits; both shapes of the scale are read."""
     w = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     codes, scale, values = fp8(w, kind, format)
-    name: LayerName = f"fp8-{kind}"  # type: ignore[assignment]
+    name: LayerName = name_of(kind)
     layer = StoredLayer.read({"a.b.weight": codes, "a.b.weight_scale": scale}, "a.b", name)
     assert_bits(layer.dequantize(torch.float32), values, "values")
     assert_bits(layer.dequantize(), values.bfloat16(), "bf16")
@@ -98,6 +98,24 @@ def test_the_name_of_deepseek() -> None:
         StoredLayer.read({"a.weight": codes, "a.weight_scale": scale}, "a", "fp8-tensor")
 
 
+def test_scales_of_mxfp8() -> None:
+    """Bytes of e8m0 under either name and dtype; the operand has their bits, and NaN is refused."""
+    codes, scale, values = fp8(torch.randn(48, 96), "mxfp8", "modelopt")
+    for suffix in ("weight_scale", "weight_scale_inv"):
+        for given in (scale, scale.view(torch.float8_e8m0fnu)):
+            layer = StoredLayer.read({"a.weight": codes, f"a.{suffix}": given}, "a", "mxfp8")
+            operand = layer.operand()
+            assert_bits(operand.dequantize(), values, suffix)
+            assert_bits(operand.compact_scales().view(torch.uint8), scale, suffix)
+    scale[3, 1] = 255
+    with pytest.raises(ValueError, match=r"^a: scale: holds nan, must be finite"):
+        StoredLayer.read({"a.weight": codes, "a.weight_scale": scale}, "a", "mxfp8")
+    codes, scale, _ = fp8(values, "tensor", "modelopt")
+    other = StoredLayer(codes, scale, "fp8-tensor")
+    with pytest.raises(ValueError, match=r"^layer: got 'fp8-tensor', which no layer of this library holds"):
+        other.operand()
+
+
 # ---- translations
 
 
@@ -112,12 +130,12 @@ def test_a_mix_is_translated_and_comes_back(
     other = BOTH[1 - BOTH.index(format)]
     report = convert(folder, tmp_path / "b", Translation(format, other), device="cpu", verify=True)  # type: ignore[arg-type]
     kept = {entry.name: entry.reason for entry in report.tensors if entry.action == "kept"}
-    title = LAYERS[f"fp8-{kind}"].title  # type: ignore[index]
+    title = LAYERS[name_of(kind)].title
     assert {kept[f"{module}.weight"] for module in values} == {title}
     scheme = read_scheme(json.loads((tmp_path / "b" / "config.json").read_text()), tmp_path / "b")
     assert scheme is not None
     find = scheme.lookup()
-    assert {find(module) for module in values} == {f"fp8-{kind}"}
+    assert {find(module) for module in values} == {name_of(kind)}
     assert find("backbone.layers.1.mixer.experts.0.up_proj") == "static"
     assert find("backbone.layers.2.mixer.q_proj") is None
     assert scheme.kv_cache == "fp8"

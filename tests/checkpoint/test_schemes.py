@@ -191,10 +191,14 @@ def test_a_mix_of_modelopt() -> None:
         ({**FP8, "strategy": "tensor"}, "fp8-tensor"),
         ({**FP8, "strategy": "channel"}, "fp8-channel"),
         ({**FP8, "strategy": "block", "block_structure": [128, 128]}, "fp8-block"),
+        ({**FP8, "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}, "mxfp8"),
     ],
 )
 def test_a_mix_of_compressed_tensors(weights: dict[str, Any], kind: str) -> None:
-    scheme = read_quantization_config(ct_mix(weights))
+    config = ct_mix(weights)
+    if kind == "mxfp8":
+        config["config_groups"]["group_1"]["format"] = "mxfp8-quantized"
+    scheme = read_quantization_config(config)
     find = scheme.lookup()
     assert (scheme.activations, scheme.targets) == ("static", ("Linear",))
     assert find("model.layers.0.mlp.down_proj") == kind

@@ -73,6 +73,31 @@ def test_the_layout_of_nemotron_3(
     assert_bits(logits(model), logits(reference(folder, format, values)), "logits")
 
 
+@pytest.mark.parametrize("format", BOTH)
+def test_layers_in_mxfp8_stay_so(tmp_path: Path, format: str, caplog: pytest.LogCaptureFixture) -> None:
+    """But for in_proj, whose 324 rows no kernel writes: it has its values in bfloat16."""
+    folder, values = write_nemotron(tmp_path, format, kind="mxfp8")
+    with caplog.at_level(logging.WARNING, "fp4gemm"):
+        model = load(folder)
+    assert [m for m in caplog.messages if "->" in m] == ["MXFP8 -> bf16: model.layers.*.mixer.in_proj"]
+    want = reference(folder, format, values)
+    for module, value in values.items():
+        layer = model.get_submodule(in_model(module))
+        if module.endswith("in_proj"):
+            assert type(layer) is torch.nn.Linear
+            assert_bits(layer.weight.detach(), value.bfloat16(), module)
+            continue
+        assert isinstance(layer, nn.Linear)
+        assert layer.activations == "mxfp8"
+        assert_bits(layer.dequantize_weight(), value, module)
+        owner, _, child = in_model(module).rpartition(".")
+        made = nn.Linear.from_float(want.get_submodule(in_model(module)), activations="mxfp8")
+        setattr(want.get_submodule(owner), child, made)
+    experts = [module for module in model.modules() if isinstance(module, nn.Experts)]
+    assert [each.activations for each in experts] == ["per-token"] * 2
+    assert_bits(logits(model), logits(want), "logits")
+
+
 def test_other_dtypes_and_activations(tmp_path: Path) -> None:
     folder, values = write_nemotron(tmp_path)
     model = load(folder, dtype=torch.float32)

@@ -34,7 +34,12 @@ EXPERTS = re.compile(r"\.mixer\.experts\.\d+\.(up|down)_proj\.weight$")
 FP8 = re.compile(r"\.mixer\.(shared_experts\.(up|down)_proj|in_proj|out_proj)\.weight$")
 NVFP4_ARGS = {"num_bits": 4, "type": "float", "group_size": 16, "dynamic": False}
 FP8_ARGS = {"num_bits": 8, "type": "float", "dynamic": False}
-Kind = Literal["tensor", "channel", "block"]
+Kind = Literal["tensor", "channel", "block", "mxfp8"]
+
+
+def name_of(kind: Kind) -> Any:
+    """The name of the format in LAYERS."""
+    return kind if kind == "mxfp8" else f"fp8-{kind}"
 
 
 def nemotron(dtype: torch.dtype = torch.bfloat16) -> Any:
@@ -56,6 +61,12 @@ def fp8(weight: Tensor, kind: Kind, format: str) -> tuple[Tensor, Tensor, Tensor
     if kind == "tensor":
         scale = wide.abs().max() / 448
         each, shape = scale, () if format == "modelopt" else (1,)
+    elif kind == "mxfp8":
+        blocks = wide.view(n, k // 32, 32)
+        fraction, exponent = torch.frexp(blocks.abs().amax(2) / 448)
+        power = torch.where(fraction == 0.5, exponent - 1, exponent)
+        scale, shape = (power + 127).clamp(0, 254).to(torch.uint8), (n, k // 32)
+        each = torch.exp2(scale.float() - 127).repeat_interleave(32, 1)
     elif kind == "channel":
         scale = wide.abs().amax(1) / 448
         each, shape = scale[:, None], (n,) if format == "modelopt" else (n, 1)
@@ -139,7 +150,9 @@ def write_deepseek(folder: Path, kind: Kind = "block") -> tuple[Path, dict[str, 
 
 def modelopt(fp8: list[str], nvfp4: list[str], kind: Kind) -> dict[str, Any]:
     """As ModelOpt 0.47 writes it."""
-    algorithm = {"tensor": "FP8", "channel": "FP8_PER_CHANNEL_PER_TOKEN", "block": "FP8_PB_WO"}[kind]
+    algorithm = {"tensor": "FP8", "channel": "FP8_PER_CHANNEL_PER_TOKEN", "block": "FP8_PB_WO"}.get(
+        kind, "MXFP8"
+    )
     layers = {name: {"quant_algo": algorithm} for name in fp8}
     layers |= {name: {"quant_algo": "NVFP4", "group_size": 16} for name in nvfp4}
     return {
@@ -161,11 +174,14 @@ def compressed_tensors(fp8: list[str], nvfp4: list[str], kind: Kind) -> dict[str
     layers = "|".join(sorted({name.split(".")[2] for name in nvfp4}))
     weights = {**NVFP4_ARGS, "strategy": "tensor_group", "symmetric": True}
     more: dict[str, Any] = {"strategy": kind, "symmetric": True}
+    if kind == "mxfp8":
+        more = {"strategy": "group", "group_size": 32, "symmetric": True, "scale_dtype": "torch.uint8"}
     more |= {"block_structure": [128, 128]} if kind == "block" else {}
     inputs = {
         "tensor": {**FP8_ARGS, "strategy": "tensor"},
         "channel": {**FP8_ARGS, "strategy": "token", "dynamic": True},
         "block": {**FP8_ARGS, "strategy": "group", "group_size": 128, "dynamic": True},
+        "mxfp8": {**FP8_ARGS, "strategy": "group", "group_size": 32, "dynamic": True},
     }
     return {
         "config_groups": {
@@ -176,7 +192,7 @@ def compressed_tensors(fp8: list[str], nvfp4: list[str], kind: Kind) -> dict[str
                 "input_activations": {**weights, "dynamic": "local"},
             },
             "group_1": {
-                "format": "float-quantized",
+                "format": "mxfp8-quantized" if kind == "mxfp8" else "float-quantized",
                 "targets": fp8,
                 "weights": {**FP8_ARGS, **more},
                 "input_activations": inputs[kind],

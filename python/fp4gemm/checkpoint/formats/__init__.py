@@ -25,7 +25,7 @@ half the columns that it expects.
 
 :data:`LAYERS` has the formats that single layers of a mixed checkpoint of ModelOpt or compressed-tensors may
 have beside NVFP4: ``weight`` (n, k) in FP8, and ``weight_scale`` with one number for the weight, for each
-row, or for each block of 128 x 128.
+row, or for each block of 128 x 128; or in MXFP8, with e8m0 bytes (n, k/32).
 
 :data:`SOURCES` has the formats without NVFP4 that are read. Their weights become NVFP4 weights: the MXFP4
 experts of GPT-OSS, ``gate_up_proj_blocks`` (g, n, k/32, 16) and ``gate_up_proj_scales`` (g, n, k/32).
@@ -64,7 +64,7 @@ from .fp8_tensor import FP8_TENSOR
 from .layers import LAYERS, Group, LayerFormat, LayerName, StoredLayer
 from .modelopt import MODELOPT, hf_quant_config
 from .mxfp4 import MXFP4, PACKED_MXFP4
-from .mxfp8 import MXFP8
+from .mxfp8 import MXFP8, MXFP8_LAYER
 from .packed import PACKED, PackedFormat, PackedName
 from .sources import SOURCES, SourceFormat, SourceName, Stack
 from .stored import StoredWeight
@@ -98,7 +98,7 @@ __all__ = [
 ]
 
 FORMATS |= {each.name: each for each in (MODELOPT, COMPRESSED_TENSORS, FP4GEMM)}
-LAYERS |= {each.name: each for each in (FP8_TENSOR, FP8_CHANNEL, FP8_BLOCK)}
+LAYERS |= {each.name: each for each in (FP8_TENSOR, FP8_CHANNEL, FP8_BLOCK, MXFP8_LAYER)}
 SOURCES |= {each.name: each for each in (MXFP4,)}
 PACKED |= {each.name: each for each in (PACKED_MXFP4, MXFP8)}
 

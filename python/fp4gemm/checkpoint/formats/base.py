@@ -243,7 +243,7 @@ class Scheme:
             )
         for each in self.groups:
             _checks.is_one_of("groups", each.stored, ("a16", *LAYERS))
-            if each.stored in INPUTS and said_to_others(known) != known:
+            if is_of_nvfp4(each.stored) and said_to_others(known) != known:
                 raise ValueError(
                     f"groups: got 'a16' beside activations {known!r}, must be beside 'static' or "
                     "'per-token': loaders would take what producer says of the others for them too"
@@ -291,7 +291,12 @@ class Scheme:
 
         The tensors are the truth: a weight whose codes are in the checkpoint is quantized.
         """
-        return self.lookup()(name, class_name) in INPUTS
+        return is_of_nvfp4(self.lookup()(name, class_name))
+
+
+def is_of_nvfp4(stored: str | None) -> bool:
+    """Whether what :meth:`Scheme.lookup` returns of a module, or a name of LAYERS, means NVFP4."""
+    return stored is not None and stored not in LAYERS
 
 
 # The two languages of patterns. The targets of a scheme are of the second in every format.
@@ -426,7 +431,7 @@ def in_order(kinds: Mapping[Any, Sequence[str]], where: str) -> tuple[StoredActi
     Raises:
         ValueError: there is no NVFP4 layer, or two ways to quantize the activations of NVFP4.
     """
-    nvfp4 = sorted((kind for kind in kinds if kind in INPUTS), key=lambda kind: not INPUTS[kind].is_nvfp4)
+    nvfp4 = sorted((kind for kind in kinds if is_of_nvfp4(kind)), key=lambda kind: not INPUTS[kind].is_nvfp4)
     if not nvfp4:
         found = _checks.listing([LAYERS[cast(LayerName, kind)].title for kind in kinds])
         raise ValueError(f"{where}: its layers are {found}, must have some in NVFP4")

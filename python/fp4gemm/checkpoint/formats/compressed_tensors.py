@@ -14,7 +14,7 @@ from .layers import LAYERS
 
 __all__ = ["COMPRESSED_TENSORS", "is_nvfp4"]
 
-PACKED, FLOAT, MIX = "nvfp4-pack-quantized", "float-quantized", "mixed-precision"
+PACKED, MIX = "nvfp4-pack-quantized", "mixed-precision"
 
 
 def _read(config: Json, where: str) -> Scheme:
@@ -60,13 +60,15 @@ def _kind(name: str, group: object, overall: object, where: str) -> str:
     if format == PACKED:
         _check_tensor_group(weights, f"{where}: weights of {name}")
         return _activations(group.get("input_activations"), f"{where}: input_activations of {name}")
-    if format != FLOAT:
-        raise ValueError(f"{where}: format of {name} is {format!r}, must be {PACKED!r} or {FLOAT!r}")
+    packings = [PACKED, *dict.fromkeys(each.packing for each in LAYERS.values())]
+    if format not in packings:
+        raise ValueError(f"{where}: format of {name} is {format!r}, must be {listing(packings)}")
     base.check_fp8(weights, f"{where}: weights of {name}")
     for key, allowed in (("symmetric", (True, None)), ("dynamic", (False, None)), ("actorder", (None,))):
         if weights.get(key) not in allowed:
             raise ValueError(f"{where}: weights of {name}: {key} is {weights[key]!r}, must be {allowed[0]!r}")
-    found = next((each.name for each in LAYERS.values() if each.fits(weights)), None)
+    fitting = (each for each in LAYERS.values() if each.packing == format and each.fits(weights))
+    found = next((each.name for each in fitting), None)
     if found is None:
         known = listing([each.title for each in LAYERS.values()])
         about = ", ".join(f"{key} {weights.get(key)!r}" for key in ("strategy", "block_structure"))
@@ -129,7 +131,7 @@ def _write(scheme: Scheme) -> dict[str, Any]:
         if kind in LAYERS:
             about = LAYERS[kind]
             weights = {"symmetric": True, "dynamic": False, **about.weights}
-            made = _group(FLOAT, targets, weights, dict(about.inputs))
+            made = _group(about.packing, targets, weights, dict(about.inputs))
         else:
             made = _group(PACKED, targets, numbers, None)
         groups[f"group_{number}"] = made

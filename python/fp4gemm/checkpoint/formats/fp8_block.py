@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from .base import FormatName
-from .layers import LayerFormat
+from .layers import FLOAT_PACKING, FLOATS, LayerFormat
 
 __all__ = ["FP8_BLOCK"]
 
@@ -38,4 +38,9 @@ FP8_BLOCK = LayerFormat(
     weights={"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [BLOCK, BLOCK]},
     inputs={"num_bits": 8, "type": "float", "strategy": "group", "group_size": BLOCK, "dynamic": True},
     quantize=None,
+    packing=FLOAT_PACKING,
+    scale_dtypes=FLOATS,
+    numbers=Tensor.float,
+    activations=None,
+    operand=None,
 )

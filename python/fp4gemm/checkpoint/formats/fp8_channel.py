@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .base import FormatName
-from .layers import E4M3_MAX, LayerFormat
+from .layers import E4M3_MAX, FLOAT_PACKING, FLOATS, LayerFormat
 
 __all__ = ["FP8_CHANNEL"]
 
@@ -43,4 +43,9 @@ FP8_CHANNEL = LayerFormat(
     weights={"num_bits": 8, "type": "float", "strategy": "channel"},
     inputs={"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True, "symmetric": True},
     quantize=_quantize,
+    packing=FLOAT_PACKING,
+    scale_dtypes=FLOATS,
+    numbers=Tensor.float,
+    activations=None,
+    operand=None,
 )

@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from .base import FormatName
-from .layers import LayerFormat
+from .layers import FLOAT_PACKING, FLOATS, LayerFormat
 
 __all__ = ["FP8_TENSOR"]
 
@@ -34,4 +34,9 @@ FP8_TENSOR = LayerFormat(
     weights={"num_bits": 8, "type": "float", "strategy": "tensor"},
     inputs={"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True},
     quantize=None,
+    packing=FLOAT_PACKING,
+    scale_dtypes=FLOATS,
+    numbers=Tensor.float,
+    activations=None,
+    operand=None,
 )

@@ -1,7 +1,7 @@
 """LayerFormat: how a mixed checkpoint stores single layers that are not NVFP4. Group: layers of one format.
 
-A checkpoint of ModelOpt or compressed-tensors may store some layers in NVFP4 and others in FP8. Each format
-of such other layers is one file that makes its :class:`LayerFormat`, an entry of :data:`LAYERS`.
+A checkpoint of ModelOpt or compressed-tensors may store some layers in NVFP4 and others in FP8 or MXFP8. Each
+format of such other layers is one file that makes its :class:`LayerFormat`, an entry of :data:`LAYERS`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from ... import _checks
-from ...recipe import StoredActivations
+from ...containers.mxfp8 import MXFP8Tensor
+from ...recipe import LayerActivations, StoredActivations
 
 if TYPE_CHECKING:
     from .base import FormatName
@@ -22,10 +23,19 @@ if TYPE_CHECKING:
 
 __all__ = ["LAYERS", "Group", "LayerFormat", "LayerName", "StoredLayer"]
 
-LayerName = Literal["fp8-tensor", "fp8-channel", "fp8-block"]
+LayerName = Literal["fp8-tensor", "fp8-channel", "fp8-block", "mxfp8"]
 WEIGHT, BIAS, INPUT = "weight", "bias", "input_scale"  # suffixes
 E4M3 = "F8_E4M3"
 FLOATS = ("F32", "BF16", "F16")
+FLOAT_PACKING = "float-quantized"  # what compressed-tensors calls FP8
+# The dtypes of scales.
+DTYPES = {
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "U8": torch.uint8,
+    "F8_E8M0": torch.float8_e8m0fnu,
+}
 E4M3_MAX = 448.0
 
 
@@ -64,6 +74,11 @@ class LayerFormat:
             against (n, k).
         weights, inputs: the arguments of compressed-tensors that are written, and compared with those read.
         quantize: called with a weight (n, k); returns codes and float32 scale. None: it is only read.
+        packing: what compressed-tensors calls the ``format`` of a group.
+        scale_dtypes: the dtypes of the scale, as safetensors names them.
+        numbers: called with a scale of one of these dtypes; returns its numbers in float32.
+        activations: those of layers of this library that hold such a weight. None: such layers stay in float.
+        operand: called with codes and scale; returns the weight of such a layer.
     """
 
     name: LayerName
@@ -76,6 +91,11 @@ class LayerFormat:
     weights: Mapping[str, Any]
     inputs: Mapping[str, Any]
     quantize: Callable[[Tensor], tuple[Tensor, Tensor]] | None
+    packing: str
+    scale_dtypes: tuple[str, ...]
+    numbers: Callable[[Tensor], Tensor]
+    activations: LayerActivations | None
+    operand: Callable[[Tensor, Tensor], MXFP8Tensor] | None
 
     def fits(self, weights: Mapping[str, Any]) -> bool:
         """Whether the arguments of weights in compressed-tensors are those of this format."""
@@ -106,8 +126,8 @@ class LayerFormat:
             for name in sorted(set(members) - known)
         ]
         shapes = self.shapes(*weight.shape)
-        if members[scale].dtype not in FLOATS:
-            wanted = " or ".join(FLOATS)
+        if members[scale].dtype not in self.scale_dtypes:
+            wanted = " or ".join(self.scale_dtypes)
             found.append(f"{owner}.{scale} has the dtype {members[scale].dtype}, must be {wanted}")
         elif members[scale].shape not in shapes:
             wanted = " or ".join(map(str, shapes))
@@ -129,7 +149,7 @@ class StoredLayer:
 
     Args:
         codes: float8_e4m3fn (n, k).
-        scale: of a shape of the format; float32, bfloat16 or float16.
+        scale: of a shape and a dtype of the format.
         layer: the format.
 
     Raises:
@@ -145,14 +165,15 @@ class StoredLayer:
         about = LAYERS[self.layer]
         _checks.has_dtype("codes", self.codes, (torch.float8_e4m3fn,))
         _checks.has_rank("codes", self.codes, 2, "(n, k)")
-        _checks.has_dtype("scale", self.scale, (torch.float32, torch.bfloat16, torch.float16))
+        _checks.has_dtype("scale", self.scale, tuple(map(DTYPES.__getitem__, about.scale_dtypes)))
         shapes = about.shapes(*self.codes.shape)
         if tuple(self.scale.shape) not in shapes:
             wanted = " or ".join(map(str, shapes))
             raise ValueError(f"scale: shape is {tuple(self.scale.shape)}, must be {wanted}")
-        wrong = self.scale.signbit() | ~self.scale.isfinite()
+        numbers = about.numbers(self.scale)
+        wrong = numbers.signbit() | ~numbers.isfinite()
         if bool(wrong.any()):
-            raise ValueError(f"scale: holds {self.scale[wrong][0].item()}, must be finite and not negative")
+            raise ValueError(f"scale: holds {numbers[wrong][0].item()}, must be finite and not negative")
         if bool(((self.codes.view(torch.uint8) & 0x7F) == 0x7F).any()):
             raise ValueError("codes: holds NaN, must be numbers")
 
@@ -201,6 +222,13 @@ class StoredLayer:
 
     def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """cast(fl(code * scale)), (n, k): one rounding to float32, and one to dtype."""
-        n, k = self.codes.shape
-        values = self.codes.float() * LAYERS[self.layer].expand(self.scale.float(), n, k)
+        about, (n, k) = LAYERS[self.layer], self.codes.shape
+        values = self.codes.float() * about.expand(about.numbers(self.scale), n, k)
         return values.to(dtype)
+
+    def operand(self) -> MXFP8Tensor:
+        """The weight of a layer of this library; raises ValueError in a format without such layers."""
+        about = LAYERS[self.layer]
+        if about.operand is None:
+            raise ValueError(f"layer: got {self.layer!r}, which no layer of this library holds")
+        return about.operand(self.codes, self.scale)

@@ -76,7 +76,7 @@ def _kinds(inner: Json, where: str) -> dict[str, list[str]]:
 
 def _check_groups(inner: Json, kinds: Mapping[str, list[str]], where: str) -> None:
     """Compare config_groups, which repeats what quant_algo says, with it."""
-    fp8 = {name for kind, names in kinds.items() if kind not in INPUTS for name in names}
+    fp8 = {name for kind, names in kinds.items() if kind in LAYERS for name in names}
     for name, group in base.read_mapping(inner, "config_groups", where).items():
         if not isinstance(group, Mapping):
             continue
@@ -119,6 +119,7 @@ def _config_groups(scheme: Scheme) -> dict[str, Any]:
         has_inputs = kind in LAYERS or INPUTS[cast(StoredActivations, kind)].is_nvfp4
         if kind in LAYERS:
             numbers = {"dynamic": False, "num_bits": 8, "type": "float"}
+            numbers |= {key: v for key, v in LAYERS[kind].weights.items() if key == "group_size"}
         group: dict[str, Any] = {"weights": dict(numbers), "targets": list(targets)}
         made[f"group_{number}"] = {"input_activations": dict(numbers), **group} if has_inputs else group
     return made

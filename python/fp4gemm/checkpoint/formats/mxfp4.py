@@ -128,4 +128,6 @@ PACKED_MXFP4 = PackedFormat(
     pack=_pack,
     has_layers=False,
     config=_config,
+    read=None,
+    layer=None,
 )

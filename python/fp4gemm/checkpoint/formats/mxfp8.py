@@ -1,11 +1,17 @@
-"""MXFP8 weights as miles writes them: e4m3 values with a power of two for 32 elements.
+"""MXFP8 weights, e4m3 values with a power of two for 32 elements: as miles writes them, and in a mix.
 
-Every weight of at least two dimensions whose k is a multiple of 32 is packed, unless its name has one of
-:data:`KEPT`. ``X.weight`` becomes e4m3 values of the same shape, and ``X.weight_scale_inv`` has the e8m0
-bytes, uint8 (..., k/32), in plain order; in spite of its name it multiplies.
+In a whole checkpoint every weight of at least two dimensions whose k is a multiple of 32 is packed, unless
+its name has one of :data:`KEPT`. ``X.weight`` becomes e4m3 values of the same shape, and
+``X.weight_scale_inv`` has the e8m0 bytes, uint8 (..., k/32), in plain order; in spite of its name it
+multiplies.
 
 Source: radixark/miles (``tools/convert_hf_to_mxfp8.py``, ``miles/utils/mxfp8.py``), which quantizes by the
 MXFP8Quantizer of TransformerEngine, whose bits :func:`fp4gemm.quantize_mxfp8` has.
+
+In a mix a layer has the same values, and its scale is ``weight_scale``. Sources: vLLM
+(``layers/quantization/modelopt.py``: ``quant_algo`` "MXFP8", uint8 ``weight_scale`` (n, k/32), or
+``weight_scale_inv`` in some checkpoints), compressed-tensors ("mxfp8-quantized": groups of 32 with
+``scale_dtype`` torch.uint8).
 """
 
 from __future__ import annotations
@@ -13,15 +19,19 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
+import torch
 from torch import Tensor
 
+from ..._checks import describe, listing
 from ..._formats import MXFP8 as OPERAND
-from ...containers.mxfp8 import quantize_mxfp8
-from .base import Json
+from ...containers.mxfp8 import MXFP8Tensor, quantize_mxfp8
+from ...reference.formats import decode_e8m0
+from .base import FormatName, Json
+from .layers import LayerFormat
 from .packed import FLOATS, PackedFormat, Stored
 from .sources import Described
 
-__all__ = ["KEPT", "MXFP8"]
+__all__ = ["KEPT", "MXFP8", "MXFP8_LAYER"]
 
 WEIGHT, SCALES = ".weight", ".weight_scale_inv"  # the ends of names
 BLOCK = OPERAND.block
@@ -86,6 +96,55 @@ def _natural(name: str) -> list[tuple[bool, int, str]]:
     return [(not t.isdigit(), int(t) if t.isdigit() else 0, t) for t in re.findall(r"\d+|\D+", name)]
 
 
+def _read(config: Json, where: str) -> None:
+    """Raise ValueError unless this is the config of such a checkpoint.
+
+    The tensors say which modules stay in float, whatever the key that other producers list them under.
+    """
+    known = {*CONFIG, "modules_to_not_convert", "ignored_layers"}
+    for key in config:
+        if key not in known:
+            raise ValueError(f"{where}: {key} is not known, must be {listing(sorted(known))}")
+    for key, wanted in CONFIG.items():
+        if config.get(key) != wanted:
+            raise ValueError(f"{where}: {key} is {describe(config.get(key))}, must be {wanted!r} of mxfp8")
+
+
+def _shape(format: FormatName, n: int, k: int) -> tuple[int, ...]:
+    return (n, k // BLOCK)
+
+
+def _expand(scale: Tensor, n: int, k: int) -> Tensor:
+    return scale.repeat_interleave(BLOCK, 1)
+
+
+def _numbers(scale: Tensor) -> Tensor:
+    return decode_e8m0(scale.view(torch.uint8))
+
+
+def _operand(codes: Tensor, scale: Tensor) -> MXFP8Tensor:
+    return MXFP8Tensor._of_compact(codes.contiguous(), scale.contiguous().view(torch.uint8))
+
+
+_GROUPS = {"num_bits": 8, "type": "float", "strategy": "group", "group_size": BLOCK}
+MXFP8_LAYER = LayerFormat(
+    name="mxfp8",
+    title="MXFP8",
+    algorithms=("MXFP8",),
+    scales=("weight_scale", "weight_scale_inv"),
+    has_input_scale=False,
+    scale_shape=_shape,
+    expand=_expand,
+    weights=_GROUPS,
+    inputs={**_GROUPS, "dynamic": True, "symmetric": True, "scale_dtype": "torch.uint8"},
+    quantize=None,
+    packing="mxfp8-quantized",
+    scale_dtypes=("U8", "F8_E8M0"),
+    numbers=_numbers,
+    activations="mxfp8",
+    operand=_operand,
+)
+
 MXFP8 = PackedFormat(
     name="mxfp8",
     scales_by=("ceil",),
@@ -95,4 +154,6 @@ MXFP8 = PackedFormat(
     pack=_pack,
     has_layers=True,
     config=_config,
+    read=_read,
+    layer="mxfp8",
 )

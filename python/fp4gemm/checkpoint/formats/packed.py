@@ -9,6 +9,7 @@ from typing import Literal
 from torch import Tensor
 
 from .base import Json
+from .layers import LayerName
 from .sources import Described
 
 __all__ = ["FLOATS", "PACKED", "PackedFormat", "PackedName", "Stored"]
@@ -36,6 +37,9 @@ class PackedFormat:
         has_layers: whether single layers of the model may stay.
         config: called with the names of all tensors that are not packed, and the prefixes of the layers that
             stay, such as ``model.layers.0.``; returns ``quantization_config``.
+        read: called with ``quantization_config`` and its name for messages; raises ValueError for a key or a
+            value that is not that of the format. None: :data:`.SOURCES` reads the format.
+        layer: the format of LAYERS that the tensors of a weight have; None likewise.
     """
 
     name: PackedName
@@ -46,6 +50,8 @@ class PackedFormat:
     pack: Callable[[Tensor, str], tuple[Tensor, ...]]
     has_layers: bool
     config: Callable[[Iterable[str], Sequence[str]], Json]
+    read: Callable[[Json, str], None] | None
+    layer: LayerName | None
 
 
 PACKED: dict[PackedName, PackedFormat] = {}  # the package enters every format

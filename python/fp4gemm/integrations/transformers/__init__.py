@@ -2,7 +2,7 @@
 
 After :func:`register`, ``from_pretrained`` loads the NVFP4 checkpoints of ModelOpt, compressed-tensors and
 fp4gemm into :class:`fp4gemm.nn.Linear` and :class:`fp4gemm.nn.Experts`, on any device that fp4gemm runs on,
-and the MXFP4 checkpoints of GPT-OSS.
+and the MXFP4 checkpoints of GPT-OSS, and the MXFP8 ones that ``convert --format mxfp8`` writes.
 ``quantization_config=Fp4GemmConfig(...)`` quantizes a float checkpoint while it is loaded, and
 ``save_pretrained`` writes either format. docs/checkpoints.md has examples.
 

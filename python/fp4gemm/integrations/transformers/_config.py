@@ -14,8 +14,10 @@ from ... import _checks, patterns
 from ...calibration.statistics import StatisticsFile
 from ...checkpoint.formats import (
     FORMATS,
+    PACKED,
     SOURCES,
     FormatName,
+    PackedFormat,
     Scheme,
     SourceFormat,
     quantization_config,
@@ -37,7 +39,7 @@ from ...recipe import (
     data_of,
 )
 
-__all__ = ["Fp4GemmConfig", "compressed_tensors"]
+__all__ = ["Fp4GemmConfig", "compressed_tensors", "readable"]
 
 Fuse = Literal["auto", "none"]
 FAST = "use_fast_accum"  # the key of the producer for this option
@@ -86,6 +88,7 @@ class Fp4GemmConfig(QuantizationConfigMixin):
 
     scheme: Scheme | None = None  # the scheme of a checkpoint that was loaded or is being saved
     source: SourceFormat | None = None  # the format of a checkpoint whose weights become NVFP4 ones
+    packed: PackedFormat | None = None  # the format of a checkpoint without NVFP4 that is loaded as it is
     rounded_gate: bool = False  # of the experts of a checkpoint
     fused: Mapping[str, int] | None = None  # how many blocks of each kind the model had fused that was saved
 
@@ -170,8 +173,8 @@ class Fp4GemmConfig(QuantizationConfigMixin):
         ``{"quant_method": "fp4gemm", "activations": "a16"}``.
 
         Raises:
-            TypeError, ValueError: it is neither NVFP4 in one of the three formats nor MXFP4; the text names
-                what it is. An option is not known, or its value is wrong.
+            TypeError, ValueError: it is neither NVFP4 in one of the three formats nor MXFP4 or MXFP8; the
+                text names what it is. An option is not known, or its value is wrong.
         """
         options = dict(config_dict)
         method = options.pop("quant_method", None)
@@ -181,6 +184,11 @@ class Fp4GemmConfig(QuantizationConfigMixin):
             source = SOURCES[method]
             made = cls.of(source.scheme(config_dict))
             made.source = source
+        elif method in readable():
+            packed = readable()[method]
+            packed.read(config_dict, "quantization_config")  # type: ignore[misc]
+            made = cls.of(Scheme("fp4gemm", "a16"))
+            made.packed = packed
         else:
             made = cls.of(read_quantization_config(config_dict))
             made._read_own(config_dict.get("producer"))
@@ -263,6 +271,11 @@ class Fp4GemmConfig(QuantizationConfigMixin):
         if not isinstance(given.get("calibration"), str):
             given.pop("calibration", None)  # batches are no JSON
         return {"quant_method": self.quant_method, **given}
+
+
+def readable() -> dict[str, PackedFormat]:
+    """The formats of PACKED that are loaded as they are, by ``quant_method``."""
+    return {name: each for name, each in PACKED.items() if each.read is not None}
 
 
 def _recipe(value: object) -> Recipe:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers.core_model_loading import ConversionOps, WeightConverter
 
-from ._plan import Plan
+from ._plan import ANCHOR, Plan
 
 __all__ = ["FillStored", "QuantizeFloat", "StoredConverter"]
 
@@ -23,7 +23,7 @@ class StoredConverter(WeightConverter):
     """
 
     def __init__(self, plan: Plan, operation: FillStored) -> None:
-        super().__init__(NOTHING, "weight_amax", [operation])
+        super().__init__(NOTHING, ANCHOR, [operation])
         self.plan = plan
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StoredConverter:

@@ -32,13 +32,15 @@ from ...checkpoint.stacked import rounding
 from ...containers.interop import MXFP4Report
 from ...containers.nvfp4 import NVFP4Tensor
 from ...models import moe
-from ...nn._formats import BOUND
+from ...nn import _formats as weights
+from ...nn._formats import BOUND, CODES
+from ...nn._inputs import OUT_STEP
 from ...nn.experts import StackedWeight
 from ...recipe import INPUTS, LayerActivations, StoredActivations
-from ...stacks import joined, stack
 from ._stored import StoredModule, refuse
 
 __all__ = [
+    "ANCHOR",
     "Fill",
     "FillFloat",
     "FillStack",
@@ -50,11 +52,11 @@ __all__ = [
 ]
 
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
-ANCHOR = "weight_amax"  # the tensor of a module to whose name all of its stored tensors are collected
+ANCHOR = CODES  # the tensor of a module to whose name all of its stored tensors are collected
 
 
 class Fill(NamedTuple):
-    """The tensors of a checkpoint that fill one NVFP4 weight of the model.
+    """The tensors of a checkpoint that fill one quantized weight of the model.
 
     Attributes:
         module: the name of the module that holds it: a Linear, or w13 or w2 of Experts.
@@ -63,6 +65,7 @@ class Fill(NamedTuple):
         is_stack: whether it is a stack.
         is_per_row: whether the module has an amax for each row: gate and up may have different ones.
         has_bias: whether each shard has a bias.
+        layer: the format of LAYERS that the matrices have; None: NVFP4.
     """
 
     module: str
@@ -70,6 +73,7 @@ class Fill(NamedTuple):
     is_stack: bool
     is_per_row: bool
     has_bias: bool
+    layer: LayerName | None = None
 
 
 class FillStack(NamedTuple):
@@ -145,33 +149,33 @@ class Plan:
         """
         fill = self.fills[anchor]
         if isinstance(fill, FillFloat):
-            # transformers casts a tensor that keeps its name; bf16, fp16 and fp32 have every value of e4m3.
-            name = fill.stored.name
-            codes = {f"{name}.weight": tensors[f"{name}.weight"].to(torch.float8_e4m3fn)}
-            layer = StoredLayer.read({**tensors, **codes}, name, cast(LayerName, fill.stored.stored))
+            layer = read_layer(tensors, fill.stored.name, cast(LayerName, fill.stored.stored))
             return {anchor: layer.dequantize(fill.dtype)}
+        weight: weights.Weight
         if isinstance(fill, FillStack):
             weight, bias = self._of_stack(fill, tensors)
         else:
             weight, bias = self._of_shards(fill, tensors)
-        made = {
-            "weight_codes": weight.codes,
-            "weight_scales": weight.scales,
-            "weight_amax": weight.amax,
-            BOUND: weight.amax.new_full((1,), weight.e4m3_max, dtype=torch.int32),
-        }
+        form = weights.format_of(weight)
+        made = form.parts(weight)
+        if isinstance(weight, NVFP4Tensor):
+            made[BOUND] = weight.amax.new_full((1,), weight.e4m3_max, dtype=torch.int32)
         if bias is not None:
             made["bias"] = bias
         return {f"{fill.module}.{name}": tensor for name, tensor in made.items()}
 
-    def _of_shards(self, fill: Fill, tensors: Mapping[str, Tensor]) -> tuple[NVFP4Tensor, Tensor | None]:
-        shards = []
+    def _matrix(self, fill: Fill, tensors: Mapping[str, Tensor], name: str) -> weights.Weight:
+        if fill.layer is None:
+            return StoredWeight.read(tensors, name, self.format, self.e4m3_max).to_nvfp4()
+        return read_layer(tensors, name, fill.layer).operand()
+
+    def _of_shards(self, fill: Fill, tensors: Mapping[str, Tensor]) -> tuple[weights.Weight, Tensor | None]:
+        shards: list[Any] = []
         for names in fill.shards:
-            matrices = [
-                StoredWeight.read(tensors, name, self.format, self.e4m3_max).to_nvfp4() for name in names
-            ]
-            shards.append(stack(matrices) if fill.is_stack else matrices[0])
-        weight = shards[0] if len(shards) == 1 else joined(shards, is_interleaved=True)
+            matrices = [self._matrix(fill, tensors, name) for name in names]
+            form = weights.format_of(matrices[0])
+            shards.append(form.stack(matrices) if fill.is_stack else matrices[0])
+        weight = shards[0] if len(shards) == 1 else form.joined(shards, is_interleaved=True)
         weight = weight.with_row_amax() if fill.is_per_row else weight
         if not fill.has_bias:
             return weight, None
@@ -195,6 +199,15 @@ class Plan:
         elements = one.experts * one.n * one.k
         self.notes += [rounding(one.name, each, elements) for each in reports if not each.is_exact]
         return weight, tensors[one.bias].to(torch.float32, copy=True) if one.bias else None
+
+
+def read_layer(tensors: Mapping[str, Tensor], name: str, layer: LayerName) -> StoredLayer:
+    """The weight of a module in a format of LAYERS.
+
+    transformers casts a tensor that keeps its name; bf16, fp16 and fp32 have every value of e4m3.
+    """
+    codes = {f"{name}.weight": tensors[f"{name}.weight"].to(torch.float8_e4m3fn)}
+    return StoredLayer.read({**tensors, **codes}, name, layer)
 
 
 def about_dequantized(plan: Plan) -> list[str]:
@@ -237,7 +250,7 @@ def make_plan(
         weight = rename_source_key(f"{stored.name}.weight", renamings, [], prefix, state)[0]
         name = weight.removesuffix(".weight")
         if name in found:
-            add = _add_linear if stored.stored in INPUTS else _add_float
+            add = _add_linear if _is_held(stored) else _add_float
             problems += add(plan, name, found[name], stored)
             continue
         one = _names.expert_of(name)
@@ -245,7 +258,7 @@ def make_plan(
         if one is not None and role is not None:
             down = rename_source_key(f"{one[0]}.{_names.STACKED.down}", [], [], prefix, state)[0]
             owner = down.rpartition(".")[0]
-            if owner in found and stored.stored in INPUTS:
+            if owner in found and _is_held(stored):
                 experts.setdefault(owner, {})[one[1], role] = stored
                 continue
             if owner in found:
@@ -268,7 +281,9 @@ def make_plan(
         elif isinstance(fill, FillFloat):
             fit[fill.stored.name] = anchor
     if not any(isinstance(fill, Fill) for fill in plan.fills.values()):
-        raise ValueError(f"checkpoint: its NVFP4 weights, such as {modules[0].name}, are none of the model's")
+        raise ValueError(
+            f"checkpoint: its quantized weights, such as {modules[0].name}, are none of the model's"
+        )
     wanted = {
         f"{each.name}.{suffix}": fit[each.name]
         for each in modules
@@ -343,16 +358,36 @@ def _readable_experts(module: torch.nn.Module) -> moe.ExpertsPlan | str:
         return str(error)
 
 
+def _is_held(stored: StoredModule) -> bool:
+    """Whether a layer of this library holds the weight as it is stored; others stay in float.
+
+    These are formats without such a layer, and layers whose n no kernel writes.
+    """
+    kind = stored.stored
+    return kind not in LAYERS or (LAYERS[kind].activations is not None and stored.n % OUT_STEP == 0)
+
+
+def _layer_of(stored: StoredModule) -> LayerName | None:
+    """The format of LAYERS of a weight that a layer holds; None: NVFP4."""
+    return stored.stored if stored.stored in LAYERS else None
+
+
+def _title(stored: StoredModule) -> str:
+    layer = _layer_of(stored)
+    return "NVFP4" if layer is None else LAYERS[layer].title
+
+
 def _add_linear(plan: Plan, name: str, module: torch.nn.Module, stored: StoredModule) -> list[str]:
     if type(module) is not torch.nn.Linear:
-        return [f"{stored.name} is NVFP4, and {name} is a {type(module).__name__}, must be a torch.nn.Linear"]
+        what = f"{stored.name} is {_title(stored)}"
+        return [f"{what}, and {name} is a {type(module).__name__}, must be a torch.nn.Linear"]
     shape = module.out_features, module.in_features
     if (stored.n, stored.k) != shape:
         return [f"{stored.name} is a weight {(stored.n, stored.k)}, must be {shape} for {name}"]
     if stored.has_bias != (module.bias is not None):
         return [f"{stored.name}.bias is {'not wanted' if stored.has_bias else 'missing'} for {name}"]
     plan.linears[name] = stored
-    fill = Fill(name, ((stored.name,),), False, stored.is_per_row, stored.has_bias)
+    fill = Fill(name, ((stored.name,),), False, stored.is_per_row, stored.has_bias, _layer_of(stored))
     plan.fills[f"{name}.{ANCHOR}"] = fill
     return []
 
@@ -396,8 +431,10 @@ def _add_experts(
     plan.experts[name], plan.activations[name] = read, cast(StoredActivations, next(iter(kinds)))
     for child, shards in (("w13", roles[:-1]), ("w2", roles[-1:])):
         names = tuple(tuple(members[e, role].name for e in range(read.num_experts)) for role in shards)
-        is_per_row = len(shards) > 1 or any(members[key].is_per_row for key in wanted if key[1] in shards)
-        fill = Fill(f"{name}.{child}", names, True, is_per_row, bool(module.has_bias))
+        own = [members[key] for key in wanted if key[1] in shards]
+        layer = _layer_of(own[0])
+        is_per_row = layer is None and (len(shards) > 1 or any(each.is_per_row for each in own))
+        fill = Fill(f"{name}.{child}", names, True, is_per_row, bool(module.has_bias), layer)
         plan.fills[f"{fill.module}.{ANCHOR}"] = fill
     return []
 
@@ -434,7 +471,7 @@ def swap(
             device="meta",
             dtype=dtype,
             activations=mine,
-            weight_scaling="row" if stored.is_per_row else "tensor",
+            weight_scaling="row" if stored.is_per_row or INPUTS[mine].weights != "nvfp4" else "tensor",
             use_fast_accum=use_fast_accum and INPUTS[mine].tokens == "fp8",
         )
     for name, read in plan.experts.items():
@@ -453,7 +490,8 @@ def swap(
         )
         experts.float_layout = read.layout
         for child in ("w13", "w2"):
-            if not plan.fills[f"{name}.{child}.{ANCHOR}"].is_per_row:
+            fill = plan.fills[f"{name}.{child}.{ANCHOR}"]
+            if not fill.is_per_row and INPUTS[mine].weights == "nvfp4":
                 setattr(experts, child, _of_one_amax(getattr(experts, child), dtype))
     for name, module in made.items():
         owner, _, child = name.rpartition(".")

@@ -15,7 +15,8 @@ from transformers.quantizers.base import HfQuantizer
 from ... import patterns
 from ...calibration.statistics import StatisticsFile
 from ...checkpoint.calibration import batches_of, length_of
-from ...checkpoint.formats import FORMATS
+from ...checkpoint.formats import FORMATS, LAYERS
+from ...checkpoint.formats.layers import Stored
 from ...models import select
 from ...models.automatic import settle
 from ...models.fuse import fuse_blocks, fused
@@ -27,12 +28,12 @@ from ...nn._inputs import check_fast_accum
 from ...nn._weight import WeightModule
 from ...nn.experts import Experts
 from ...nn.linear import Linear
-from ...recipe import AUTO, INPUTS, LayerActivations, Quantizer, StoredActivations
+from ...recipe import AUTO, INPUTS, LayerActivations, Quantizer
 from ._config import Fp4GemmConfig
 from ._convert import FillStored, QuantizeFloat, StoredConverter
 from ._plan import Plan, about_dequantized, make_plan, make_plan_of_stacks, swap
 from ._save import state_dict
-from ._stored import headers, refuse, stored_modules
+from ._stored import headers, packed_modules, refuse, stored_modules
 
 __all__ = ["Fp4GemmQuantizer", "saver"]
 
@@ -98,9 +99,17 @@ class Fp4GemmQuantizer(HfQuantizer):
             except ValueError as error:
                 raise ValueError(f"checkpoint: {error}") from error
             self.plan = make_plan_of_stacks(model, stacks, config.source)
+        elif config.packed is not None:
+            modules = packed_modules(headers(files), config.packed)
+            self.plan = make_plan(model, modules, [], scheme.format, scheme.e4m3_max)
         else:
             modules, unused = stored_modules(headers(files), scheme)
             self.plan = make_plan(model, modules, unused, scheme.format, scheme.e4m3_max)
+        if config.packed is not None and config.activations is not None:
+            raise ValueError(
+                f"activations: got {config.activations!r}, must be absent for a checkpoint in "
+                f"{config.packed.name}, whose weights are multiplied by such tokens alone"
+            )
         if not scheme.groups:
             check_fast_accum(self._fast, self._loaded(scheme.activations))
         swap(model, self.plan, self._loaded, self._fast, config.rounded_gate, dtype)
@@ -117,8 +126,10 @@ class Fp4GemmQuantizer(HfQuantizer):
                 ", ".join(f"{number} {name}" for name, number in sorted(self.unused.items())),
             )
 
-    def _loaded(self, stored: StoredActivations) -> LayerActivations:
+    def _loaded(self, stored: Stored) -> LayerActivations:
         """The activations of a layer of which a checkpoint says this."""
+        if stored in LAYERS:
+            return cast(LayerActivations, LAYERS[stored].activations)
         if self.quantization_config.activations is not None:
             return self._first
         return "per-token" if INPUTS[stored].kind == "static" else cast(LayerActivations, stored)

@@ -29,8 +29,9 @@ def register() -> None:
     """Let ``from_pretrained`` load NVFP4 checkpoints, and accept ``Fp4GemmConfig``; again is harmless.
 
     The method "modelopt" is new to transformers. "compressed-tensors" is not: checkpoints of that method that
-    are not NVFP4 are loaded by transformers as before. So are checkpoints of the method "mxfp4" if
-    ``from_pretrained`` is called with transformers' own ``Mxfp4Config``. :func:`unregister` undoes it.
+    are not NVFP4 are loaded by transformers as before. So are checkpoints of the methods "mxfp4" and
+    "mxfp8" if ``from_pretrained`` is called with transformers' own config, ``Mxfp4Config`` or
+    ``FineGrainedFP8Config``. :func:`unregister` undoes it.
 
     Raises:
         ImportError: transformers is not installed, or is older than 5.8.
@@ -41,11 +42,11 @@ def register() -> None:
     from transformers.quantizers import auto
 
     from ...checkpoint.formats import SOURCES
-    from ._config import Fp4GemmConfig, compressed_tensors
+    from ._config import Fp4GemmConfig, compressed_tensors, readable
     from ._quantizer import Fp4GemmQuantizer
 
     configs, quantizers = auto.AUTO_QUANTIZATION_CONFIG_MAPPING, auto.AUTO_QUANTIZER_MAPPING
-    own, taken = (*_METHODS, *SOURCES), "compressed-tensors"
+    own, taken = (*_METHODS, *SOURCES, *readable()), "compressed-tensors"
     before = {name: configs.get(name, _ABSENT) for name in (*own, taken)}
     _saved.update(configs=before, quantizer=quantizers.get("fp4gemm", _ABSENT))
     _saved["types"] = auto.LOADING_ATTRIBUTES_CONFIG_TYPES
@@ -72,16 +73,17 @@ def unregister() -> None:
 
 
 def _merge(cls: Any, quantization_config: Any, quantization_config_from_args: Any) -> Any:
-    """transformers' choice of a config, but that of a method of SOURCES is read by the class that was passed.
+    """transformers' choice of a config, but "mxfp4" and "mxfp8" are read by the class that was passed.
 
     transformers looks up the class by the method alone, and then refuses an argument of another class.
     """
     from ...checkpoint.formats import SOURCES
+    from ._config import readable
 
     given, method = quantization_config_from_args, None
     if isinstance(quantization_config, Mapping):
         method = quantization_config.get("quant_method")
-    old: Any = _saved["configs"].get(method, _ABSENT) if method in SOURCES else _ABSENT
+    old: Any = _saved["configs"].get(method, _ABSENT) if method in (*SOURCES, *readable()) else _ABSENT
     if old is not _ABSENT and isinstance(given, old):
         quantization_config = old.from_dict(quantization_config)
     return _saved["merge"].__func__(cls, quantization_config, given)

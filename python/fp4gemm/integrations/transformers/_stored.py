@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple, cast
 
-from ...checkpoint.formats import FORMATS, LAYERS, Format, LayerName, Scheme
+from ...checkpoint.formats import FORMATS, LAYERS, Format, LayerName, PackedFormat, Scheme
 from ...checkpoint.formats.layers import Stored
-from ...recipe import INPUTS, StoredActivations
+from ...recipe import StoredActivations
 
-__all__ = ["Header", "StoredModule", "headers", "kv_names", "refuse", "stored_modules"]
+__all__ = ["Header", "StoredModule", "headers", "kv_names", "packed_modules", "refuse", "stored_modules"]
 
 MAX_NAMED = 5  # problems that one error lists
 BLOCK = 16
@@ -33,7 +33,7 @@ class StoredModule(NamedTuple):
         name: its name in the checkpoint.
         n, k: the sizes of the weight.
         is_per_row: whether it has an amax for each row.
-        suffixes: those of its tensors that are read: of the weight, and "bias" of NVFP4.
+        suffixes: those of its tensors that are read: of the weight, and "bias" of one that stays quantized.
         stored: the activations of its layer as the config has them, or the format of LAYERS.
         has_bias: whether "bias" is among the suffixes.
     """
@@ -108,9 +108,35 @@ def stored_modules(tensors: Mapping[str, Header], scheme: Scheme) -> tuple[list[
         if made is not None:
             modules.append(made)
     refuse(f"checkpoint: {len(problems)} tensors do not fit its {format.name} format", problems)
-    if not any(each.stored in INPUTS for each in modules):
+    if all(each.stored in LAYERS for each in modules):
         raise ValueError(f"checkpoint: has no weight in its {format.name} format, must have one")
     return modules, unused
+
+
+def packed_modules(tensors: Mapping[str, Header], format: PackedFormat) -> list[StoredModule]:
+    """The modules of a checkpoint that is packed in a format of PACKED; the tensors say which are.
+
+    Raises:
+        ValueError: naming each tensor that is missing, or of another dtype or shape; also if there is none.
+    """
+    layer: LayerName = format.layer  # type: ignore[assignment]
+    owners: dict[str, dict[str, Header]] = {}
+    for name, header in tensors.items():
+        owner, _, suffix = name.rpartition(".")
+        owners.setdefault(owner, {})[suffix] = header
+    modules, problems = [], []
+    for owner, members in owners.items():
+        weight = members.get("weight")
+        if LAYERS[layer].scale_of(members) is None and (weight is None or weight.dtype not in FP8_DTYPES):
+            continue
+        found = LAYERS[layer].problems(owner, members)
+        problems += found
+        if not found:
+            modules.append(_other(owner, members, layer))
+    refuse(f"checkpoint: {len(problems)} tensors do not fit its {format.name} format", problems)
+    if not modules:
+        raise ValueError(f"checkpoint: has no weight in its {format.name} format, must have one")
+    return modules
 
 
 def _named(scheme: Scheme) -> set[str]:
@@ -201,7 +227,10 @@ def _module(
 
 
 def _other(owner: str, members: Mapping[str, Header], layer: LayerName) -> StoredModule:
-    """A module in a format of LAYERS. Its bias is a tensor like those of float layers."""
-    scale = LAYERS[layer].scale_of(members)
+    """A module in a format of LAYERS. The bias of one that stays in float is like those of float layers."""
+    about = LAYERS[layer]
     n, k = members["weight"].shape
-    return StoredModule(owner, n, k, False, ("weight", str(scale)), layer)
+    suffixes: tuple[str, ...] = ("weight", str(about.scale_of(members)))
+    if about.activations is not None and "bias" in members:
+        suffixes += ("bias",)
+    return StoredModule(owner, n, k, False, suffixes, layer)
