@@ -12,11 +12,13 @@ ACTIVATIONS = {
     "W4A4": Operands("nvfp4"),
     "W4A4, 4/6": Operands("nvfp4", {"four_over_six": "mse"}),
     "W4A4, residual": Operands("nvfp4", residual=16),
+    "MXFP8": Operands("mxfp8"),  # of weights in MXFP8 alone, W8A8
 }
 # The kinds of --fp8-sums, for which the layers themselves run in place of an emulation: their use_fast_accum.
 FP8_SUMS = {"W4A8, promoted": False, "W4A8, fast sums": True}
 
 WITH_FP8 = ("W4A16", "W4A8", "W4A4")
+EVERY = (*WITH_FP8, "W4A4, 4/6")  # of weights in NVFP4
 
 
 class Contender(NamedTuple):
@@ -34,7 +36,7 @@ class Contender(NamedTuple):
     @property
     def layers(self) -> str:
         """What the layers of the quantized model compute, one of ACTIVATIONS."""
-        return "W4A8" if self.made_for == "fp8" else "W4A4"
+        return {"fp8": "W4A8", "mxfp8": "MXFP8"}.get(self.made_for, "W4A4")
 
 
 CONTENDERS = (
@@ -43,6 +45,7 @@ CONTENDERS = (
         "smooth + float weights", is_smoothed=True, activations=("W4A4", "W4A4, 4/6", "W4A4, residual")
     ),
     Contender("FP8 weights", activations=("W4A8",), is_fp8=True),
+    Contender("MXFP8 weights", "round", activations=("MXFP8",), made_for="mxfp8"),
     Contender("round", "round"),
     Contender("four over six", "four-over-six"),
     Contender("search", "search"),
@@ -50,8 +53,8 @@ CONTENDERS = (
     Contender("GPTQ", "gptq", True, activations=WITH_FP8),
     Contender("GPTQ, sequential", "gptq", True, is_sequential=True),
     Contender("smooth + search, weighted", "search", True, True, activations=WITH_FP8),
-    Contender("smooth + GPTQ, sequential", "gptq", True, True, True, activations=tuple(ACTIVATIONS)),
-    Contender("smooth + GPTQ", "gptq", True, True, activations=tuple(ACTIVATIONS)),
+    Contender("smooth + GPTQ, sequential", "gptq", True, True, True, activations=EVERY),
+    Contender("smooth + GPTQ", "gptq", True, True, activations=EVERY),
     Contender("search, weighted, for FP8", "search", True, activations=WITH_FP8, made_for="fp8"),
     Contender("GPTQ, for FP8", "gptq", True, activations=WITH_FP8, made_for="fp8"),
     Contender(

@@ -23,13 +23,14 @@ class Operands(NamedTuple):
 
     Attributes:
         tokens: "nvfp4": each row is quantized with its amax. "fp8": each row becomes e4m3, with one scale,
-            and the values of a weight are rounded to e4m3. "16-bit": both stay as they are.
+            and the values of a weight are rounded to e4m3. "mxfp8": each row becomes MXFP8, beside a weight
+            in MXFP8. "16-bit": both stay as they are.
         options: those of fp4gemm.quantize, with "nvfp4".
         residual: with "nvfp4", the number of channels whose error is quantized and multiplied too, as k more
             columns (ARCQuant, arXiv 2601.07475), a multiple of 16. No layer has this.
     """
 
-    tokens: Literal["16-bit", "nvfp4", "fp8"] = "16-bit"
+    tokens: Literal["16-bit", "nvfp4", "fp8", "mxfp8"] = "16-bit"
     options: Mapping[str, Any] = {}
     residual: int = 0
 
@@ -40,6 +41,8 @@ class Operands(NamedTuple):
         rows = x.reshape(-1, x.shape[-1])
         if self.tokens == "fp8":
             return fp8_rows(rows).view(x.shape)
+        if self.tokens == "mxfp8":
+            return fp4gemm.quantize_mxfp8(rows).dequantize(torch.float32).view(x.shape)
         values: Tensor = fp4gemm.quantize(rows, **self.options).dequantize(torch.float32)
         return values.view(x.shape)
 
@@ -53,9 +56,9 @@ class Operands(NamedTuple):
         values = self.of_input(torch.cat((rows, errors), 1))
         return values.view(*x.shape[:-1], values.shape[1])
 
-    def of_weight(self, w: fp4gemm.NVFP4Tensor) -> Tensor:
-        """The values (n, k) of an NVFP4 weight, in float32."""
-        if self.tokens != "fp8":
+    def of_weight(self, w: fp4gemm.NVFP4Tensor | fp4gemm.MXFP8Tensor) -> Tensor:
+        """The values (n, k) of a weight, in float32."""
+        if self.tokens != "fp8" or isinstance(w, fp4gemm.MXFP8Tensor):
             return w.dequantize(torch.float32)
         scales = w.compact_scales().float().repeat_interleave(16, dim=1)
         values = reference.decode_e2m1(w.codes) * scales
@@ -96,7 +99,7 @@ def emulated(
     memo: dict[int, Any] = {}
     for name, module in model.named_modules():
         if isinstance(module, fp4gemm.nn.Linear):
-            weight, chosen = operands.of_weight(module._nvfp4_weight), None
+            weight, chosen = operands.of_weight(module.weight), None
             if channels is not None:
                 chosen = channels[name]
                 # The columns again are in blocks of their own, and have the amax of the row.

@@ -13,7 +13,7 @@ from .tables import table_lines
 
 NEEDED = ("bench", "model", "contender", "activations")
 FIGURES = (("nll", "gap", "spread", "kl", "top1"), ("cosine", "spread", "worst", "nearest"))
-KINDS = ("W4A16", "W4A8", "W4A8, promoted", "W4A8, fast sums", "W4A4", "W4A4, 4/6", "W4A4, residual")
+KINDS = ("W4A16", "W4A8", "W4A8, promoted", "W4A8, fast sums", "W4A4", "W4A4, 4/6", "W4A4, residual", "MXFP8")
 
 
 def text_of(row: Row) -> str:
@@ -152,7 +152,8 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     matplotlib.use("Agg")  # writes files; needs no display
     import matplotlib.pyplot as plt
 
-    colors = dict(zip(KINDS, ("#0072B2", "#CC79A7", "#F0E442", "#56B4E9", "#D55E00", "#009E73"), strict=True))
+    shades = ("#0072B2", "#CC79A7", "#F0E442", "#56B4E9", "#D55E00", "#009E73", "#999999")
+    colors = dict(zip(KINDS, shades, strict=True))
     first = next((row for row in rows if "kl" in row), None)
     if first is None:
         raise ValueError("--picture: the results are of no language model, must be of one")

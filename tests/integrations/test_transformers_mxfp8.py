@@ -148,6 +148,14 @@ def test_refused_options_and_saving(tmp_path: Path) -> None:
         load(folder).save_pretrained(tmp_path / "again")
 
 
+@pytest.mark.usefixtures("_registered")
+def test_a_float_checkpoint_is_quantized_while_it_is_loaded(tmp_path: Path) -> None:
+    save_float(float_model("llama"), tmp_path)
+    model = load(tmp_path, quantization_config=integration.Fp4GemmConfig(activations="mxfp8"))
+    want = fp4gemm.models.quantize_model(float_model("llama"), activations="mxfp8")
+    assert_bits(logits(model), logits(want), "logits")
+
+
 def _with(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
     """The folder of a float checkpoint with other tensors."""
     from safetensors.torch import save_file

@@ -188,7 +188,7 @@ def test_the_table_has_a_line_for_layers_that_differ_in_numbers() -> None:
         "layers.0-2.experts.0-7.down  24 times  64 x 96  quantized  596 kB -> 111 kB    four-over-six",
         "54 linear layers (3 excluded, 51 quantized): 1.25 MB -> 231 kB",
         "activations: per-token of 51",
-        "parameters: 312768 -> 312768, 98.2 % of them in NVFP4",
+        "parameters: 312768 -> 312768, 98.2 % of them quantized",
         "bytes: 1.25 MB -> 231 kB",
     ]
     gaps = [fp4gemm.models.LayerReport(f"a.{i}", (8, 32), "quantized", "", 1, 1) for i in (0, 2)]

@@ -43,8 +43,10 @@ def made(linear: torch.nn.Linear, **options: Any) -> nn.Linear:
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=short)
 def test_linear_has_the_bits_of_the_reference(dtype: torch.dtype, device: torch.device) -> None:
-    """cast(fl(sum) + bias): for such sizes float64 and float32 both hold the sums."""
+    """cast(fl(sum) + bias) of small multiples of 1/64, whose sums every accumulator holds."""
     linear = float_linear().to(device, dtype)
+    with torch.no_grad():
+        linear.weight.copy_(torch.randint(-8, 9, (24, 64)) / 64)
     layer = made(linear)
     assert isinstance(layer.weight, fp4gemm.MXFP8Tensor)
     assert layer.weight.dtype is dtype
@@ -166,6 +168,10 @@ def stacks(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> tuple[T
 def test_experts_have_the_bits_of_their_products(
     activation: Any, dtype: torch.dtype, device: torch.device
 ) -> None:
+    """The products of each expert; on the CPU, where sums are exact, those of each token and expert too.
+
+    A GPU may add the products of one row in another order than those of many.
+    """
     w13, w2, b13, b2 = stacks(device, dtype)
     block = nn.Experts.from_float(w13, w2, b13, b2, activation=activation, activations="mxfp8")
     assert isinstance(block.w13.weight, fp4gemm.MXFP8Tensor)
@@ -177,8 +183,24 @@ def test_experts_have_the_bits_of_their_products(
     q13, q2 = fp4gemm.quantize_mxfp8(mixed13), fp4gemm.quantize_mxfp8(w2)
     assert_bits(block.w13.weight.values, q13.values)
     assert_bits(block.w13.weight.scales, q13.scales)
-    want = torch.zeros(9, D, device=device)
+    got = block(x, ids, weights)
+    assert_bits(block(x, ids, weights), got, "again")
+    assert block(x[:0], ids[:0], weights[:0]).shape == (0, D)
+    offs, token_of_row, row_of_pair = torch.ops.fp4gemm.route(ids, G)
+    rows = x[token_of_row.clamp(min=0).long()]
     h_dtype = torch.bfloat16 if dtype is torch.float32 else dtype
+    h = fp4gemm.grouped_mm(
+        fp4gemm.quantize_mxfp8(rows, offs=offs),
+        q13,
+        bias=mixed_bias,
+        activation=activation,
+        out_dtype=h_dtype,
+    )
+    y = fp4gemm.grouped_mm(fp4gemm.quantize_mxfp8(h, offs=offs), q2, bias=b2, out_dtype=dtype)
+    assert_bits(got, torch.ops.fp4gemm.combine(y, row_of_pair, weights, dtype), "by groups")
+    if device.type != "cpu":
+        return
+    want = torch.zeros(9, D, device=device)
     for i in range(9):
         for j in range(2):
             e = int(ids[i, j])
@@ -190,9 +212,7 @@ def test_experts_have_the_bits_of_their_products(
             )  # fmt: skip
             y = fp4gemm.mm(fp4gemm.quantize_mxfp8(h), q2[e], bias=b2[e], out_dtype=dtype)
             want[i] += weights[i, j] * y[0].float()
-    for _ in range(2):
-        assert_bits(block(x, ids, weights), want.to(dtype))
-    assert block(x[:0], ids[:0], weights[:0]).shape == (0, D)
+    assert_bits(got, want.to(dtype), "one by one")
 
 
 def test_state_of_experts_and_updates() -> None:
@@ -209,14 +229,16 @@ def test_state_of_experts_and_updates() -> None:
 
 
 def test_gradients_and_adapters_of_experts(device: torch.device) -> None:
-    """A call that autograd records has the bits of one that it does not record."""
+    """A call that autograd records has the bits of one that it does not record, where sums are exact."""
     w13, w2, b13, b2 = stacks(device)
     block = nn.Experts.from_float(w13, w2, b13, b2, activations="mxfp8")
     x = torch.randn(5, D, device=device).bfloat16()
     ids, weights = torch.arange(5, device=device).view(5, 1) % G, torch.rand(5, 1, device=device)
     want, leaf = block(x, ids, weights), x.clone().requires_grad_()
     y = block(leaf, ids, weights)
-    assert_bits(y.detach(), want)
+    if device.type == "cpu":
+        assert_bits(y.detach(), want)
+    assert float((y.detach() - want).float().norm() / want.float().norm()) < 0.02
     y.float().sum().backward()
     assert leaf.grad is not None
     assert leaf.grad.isfinite().all()

@@ -137,7 +137,7 @@ class QuantizeReport:
         model_bytes_before, model_bytes_after: all parameters and buffers of the model.
         parameters_before, parameters_after: elements of all weights and biases; after is more if a tied
             weight was quantized, since the float one stays.
-        parameters_quantized: how many of the latter are in NVFP4.
+        parameters_quantized: how many of the latter are in quantized weights.
         blocks: with ``fuse="auto"`` what was fused, and what was left alone and why.
     """
 
@@ -153,7 +153,7 @@ class QuantizeReport:
 
     @property
     def percent_quantized(self) -> float:
-        """The share of the parameters that is in NVFP4, 0 to 100."""
+        """The share of the parameters that is quantized, 0 to 100."""
         return 100 * self.parameters_quantized / max(self.parameters_after, 1)
 
     @property
@@ -211,7 +211,7 @@ class QuantizeReport:
         lines += [text if times == 1 else f"{text} ({times} times)" for text, times in blocks.items()]
         lines.append(
             f"parameters: {self.parameters_before} -> {self.parameters_after}, "
-            f"{self.percent_quantized:.1f} % of them in NVFP4"
+            f"{self.percent_quantized:.1f} % of them quantized"
         )
         lines.append(
             f"bytes: {readable_bytes(self.model_bytes_before)} -> {readable_bytes(self.model_bytes_after)}"

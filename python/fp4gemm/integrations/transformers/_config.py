@@ -28,6 +28,7 @@ from ...checkpoint.formats.compressed_tensors import is_nvfp4
 from ...nn._inputs import check_fast_accum
 from ...recipe import (
     AUTO,
+    INPUTS,
     LAYER_ACTIVATIONS,
     WEIGHT_SCALINGS,
     LayerActivations,
@@ -144,7 +145,9 @@ class Fp4GemmConfig(QuantizationConfigMixin):
         }
         self.given_recipe = made
         self.activations = activations
-        self.weight_scaling: WeightScaling = weight_scaling or _scaling_of(format)
+        kind = INPUTS[stated or "per-token"]
+        default: WeightScaling = _scaling_of(format) if kind.weights == "nvfp4" else "row"
+        self.weight_scaling: WeightScaling = weight_scaling or default
         if made is not None:
             self.recipe = dataclasses.replace(made, data=data_of(known))
         else:

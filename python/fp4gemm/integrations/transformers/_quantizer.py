@@ -37,7 +37,7 @@ from ._stored import headers, packed_modules, refuse, stored_modules
 
 __all__ = ["Fp4GemmQuantizer", "saver"]
 
-BYTES_PER_ELEMENT = 0.5625  # the bytes of an element of an NVFP4 weight
+BYTES_PER_ELEMENT = {"nvfp4": 9 / 16, "mxfp8": 33 / 32}  # of a weight with its block scales
 logger = logging.getLogger("fp4gemm.integrations.transformers")
 
 
@@ -212,7 +212,7 @@ class Fp4GemmQuantizer(HfQuantizer):
     def param_element_size(self, model: Any, param_name: str, param: Tensor) -> float:
         """Bytes, by which device_map="auto" places modules."""
         if param.dim() > 1 and self.param_needs_quantization(model, param_name):
-            return BYTES_PER_ELEMENT
+            return BYTES_PER_ELEMENT[INPUTS[self._first].weights]
         return param.element_size()
 
     def get_quantize_ops(self) -> QuantizeFloat:
