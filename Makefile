@@ -16,6 +16,8 @@ CUDA_FROM ?= auto
 CUTLASS_DIR ?=
 PYTEST_ARGS ?=
 RELEASE_PYTHONS ?=
+# The wheel that `make smoke` tries; empty: one without kernels, which it builds.
+WHEEL ?=
 
 # CMake reads it from the environment too, in the tests that build a program of their own.
 override CUTLASS_DIR := $(abspath $(CUTLASS_DIR))
@@ -159,6 +161,15 @@ release: $(STAMPS)/toolchain-test $(STAMPS)/release ## Build the sdist and a man
 	@$(BIN)/python .ci/release.py manylinux build/release/*.whl dist
 	@$(call say,release: clean environments)
 	@$(BIN)/python .ci/release.py smoke dist/*.tar.gz dist/*.whl --python $(RELEASE_PYTHONS)
+	@$(MAKE) --no-print-directory smoke WHEEL="$$(echo dist/*.whl)"
+
+# A root without a shell, a compiler, a network and this checkout. It has no GPU.
+.PHONY: smoke
+smoke: $(STAMPS)/build ## Install a wheel (WHEEL=) into an empty root, and run README.md there
+	@if [ -z "$(WHEEL)" ]; then $(call say,smoke: a wheel without kernels); \
+	  rm -rf build/smoke-wheel; $(call pip_build,wheel --wheel-dir build/smoke-wheel,smoke,none); fi
+	@$(call say,smoke: an empty root)
+	@$(BIN)/python .ci/release.py root $(or $(WHEEL),build/smoke-wheel/*.whl)
 
 .PHONY: lint
 lint: $(STAMPS)/dev ## Run every check of .pre-commit-config.yaml on every tracked file

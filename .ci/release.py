@@ -1,8 +1,9 @@
-"""The steps of `make release`: versions, the manylinux wheel, and a smoke test in clean environments.
+"""The steps of `make release` and `make smoke`: versions, the manylinux wheel, and tests of what was built.
 
     python .ci/release.py versions [--tag v0.1.0]
     python .ci/release.py manylinux WHEEL FOLDER
     python .ci/release.py smoke SDIST WHEEL [--python PROGRAM ...]
+    python .ci/release.py root WHEEL [--python PROGRAM]
 
 Every step exits with status 1 and one sentence if something is wrong.
 """
@@ -12,10 +13,13 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 import tarfile
+import tempfile
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -26,6 +30,10 @@ OLDEST_PYTHON = (3, 10)
 OF_TORCH = ("libtorch.so", "libtorch_cpu.so", "libtorch_cuda.so", "libc10.so", "libc10_cuda.so")
 PYPI_BYTES = 100 * 2**20  # the largest file that PyPI accepts
 NOT_IN_SDIST = (".", "bench/")
+# The libraries of the system. No program lies there, so that the root has no shell and no compiler.
+SYSTEM = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/sys")
+NAMESPACES = ("--user", "--map-root-user", "--mount", "--pid", "--net", "--ipc", "--uts", "--fork")
+DEVICES = ("null", "zero", "random", "urandom")
 
 
 class Wrong(Exception):
@@ -209,8 +217,156 @@ def check_installed(python: Path, folder: Path) -> None:
         run(work / "consumer" / program, cwd=work)
 
 
+# ---- the empty root
+
+
+def check_licences(names: Sequence[str], metadata: str, notice: str) -> list[str]:
+    """The licence files of a wheel, by PEP 639, from its names, its METADATA and its NOTICE.
+
+    Raises:
+        Wrong: a file is named and missing, or the wheel holds headers of others that NOTICE does not name.
+    """
+    named = re.findall(r"^License-File: (.+)$", metadata, re.MULTILINE)
+    if not {"LICENSE", "NOTICE"} <= set(named):
+        raise Wrong(f"METADATA names the licence files {named}, must name LICENSE and NOTICE")
+    missing = [
+        file for file in named if not any(name.endswith(f".dist-info/licenses/{file}") for name in names)
+    ]
+    if missing:
+        raise Wrong(f"the wheel lacks the licence files {', '.join(missing)}, which METADATA names")
+    headers = {
+        name.split("/")[3] for name in names if "/share/kernel_headers/" in name and name.count("/") > 3
+    }
+    unnamed = sorted(
+        folder for folder in headers - {"cutlass_evt"} if f"share/kernel_headers/{folder}" not in notice
+    )
+    if unnamed:
+        raise Wrong(f"the wheel has headers in share/kernel_headers/{unnamed[0]}, which NOTICE does not name")
+    return named
+
+
+def visible(root: Path, paths: Sequence[Path]) -> list[str]:
+    """Lines of a shell script that show these paths in a root at the same places, links as links."""
+    lines: list[str] = []
+    shown: list[Path] = []
+
+    def show(path: Path) -> None:
+        is_shown = any(other == path or other in path.parents for other in shown)
+        if not is_shown and os.path.lexists(path):
+            place = shlex.quote(f"{root}{path}")
+            lines.append(f"mkdir -p {shlex.quote(f'{root}{path.parent}')}")
+            shown.append(path)
+            if path.is_symlink():
+                lines.append(f"ln -s {shlex.quote(str(path.readlink()))} {place}")
+            else:
+                lines.append(f"mkdir {place}" if path.is_dir() else f"touch {place}")
+                lines.append(f"mount --rbind {shlex.quote(str(path))} {place}")
+        if path.is_symlink():  # also one in a folder that is shown
+            show(path.parent.resolve() / path.readlink())
+
+    for path in paths:
+        show(path)
+    return lines
+
+
+class Root:
+    """A root file system with libraries, one Python and some folders, in which nothing else can be read.
+
+    Linux's namespaces make it, without privileges: a tmpfs with a new /proc, no network, no home, no shell
+    and no compiler.
+    """
+
+    def __init__(self, root: Path, environment: Path, folders: Sequence[Path]) -> None:
+        python = environment / "bin" / "python"
+        code = "import sys; print(sys.base_prefix)"
+        base = Path(run(python, "-I", "-c", code).strip())
+        # The standard library of a system's Python lies among the libraries, and its program is a file.
+        paths = [Path(path) for path in SYSTEM] + [environment, *folders]
+        paths.append(python if base == Path("/usr") else base)
+        paths += [Path("/dev", name) for name in DEVICES]
+        lines = ["set -e", f"mount -t tmpfs none {shlex.quote(str(root))}", *visible(root, paths)]
+        lines += [f"mkdir -p {shlex.quote(f'{root}/{name}')}" for name in ("proc", "tmp", "home", "dev/shm")]
+        lines += [f"mount -t proc none {shlex.quote(f'{root}/proc')}"]
+        variables = (f"PATH={environment / 'bin'}", "HOME=/home", "LANG=C.UTF-8")
+        env, chroot = shutil.which("env"), shutil.which("chroot", path=f"{os.environ['PATH']}:/usr/sbin")
+        lines += [
+            f'exec {env} -i {" ".join(map(shlex.quote, variables))} {chroot} {shlex.quote(str(root))} "$@"'
+        ]
+        self._script = root.with_suffix(".sh")
+        self._script.write_text("\n".join(lines))
+
+    def run(self, *command: object) -> str:
+        """The output of a command in the root; raises Wrong if it fails."""
+        return run("unshare", *NAMESPACES, "sh", self._script, *command)
+
+
+def check_namespaces() -> None:
+    """Raises Wrong if this system lets nobody make a root."""
+    try:
+        run("unshare", *NAMESPACES, "mount", "-t", "tmpfs", "none", "/tmp")
+    except (Wrong, FileNotFoundError) as error:
+        raise Wrong(
+            f"this system makes no namespaces ({error}); it needs unshare of util-linux, and on Ubuntu from "
+            "23.10 on: sudo sysctl -w kernel.apparmor_restrict_unprivileged_userns=0"
+        ) from None
+
+
+def root(wheel: Path, program: str) -> None:
+    """Install a wheel with what it declares, and run README.md and the commands where nothing else exists."""
+    check_namespaces()
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        info = next(name.partition("/")[0] for name in names if ".dist-info/" in name)
+        metadata, notice = (
+            archive.read(f"{info}/{file}").decode() for file in ("METADATA", "licenses/NOTICE")
+        )
+    say(f"licences: {', '.join(check_licences(names, metadata, notice))}")
+    with tempfile.TemporaryDirectory(prefix="fp4gemm-root-") as temporary:
+        folder = Path(temporary)
+        environment, work = folder / "environment", folder / "work"
+        run(program, "-m", "venv", environment)
+        python = environment / "bin" / "python"
+        run(python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", wheel)
+        work.mkdir()
+        for file in (
+            REPO / "README.md",
+            REPO / ".ci" / "in_root.py",
+            REPO / "tests" / "support" / "snippets.py",
+        ):
+            shutil.copy(file, work)
+        programs = consumer_programs(python, work)
+        (folder / "root").mkdir()
+        inside = Root(folder / "root", environment, [work])
+        report = inside.run(environment / "bin" / "fp4gemm")
+        if header_version(HEADER.read_text()) not in report:
+            raise Wrong(f"fp4gemm must name the version of {HEADER.name}, printed:\n{report}")
+        for options in (["--help"], ["convert", "--help"], ["selftest"], ["doctor"]):
+            inside.run(python, "-m", "fp4gemm", *options)
+        say("fp4gemm, python -m fp4gemm --help, selftest and doctor work")
+        say(inside.run(python, work / "in_root.py", work / "README.md", environment).strip())
+        for path in programs:
+            inside.run(path)
+        say(
+            f"C and C++: {len(programs)} programs work"
+            if programs
+            else "no C++ compiler: no program was built"
+        )
+
+
+def consumer_programs(python: Path, work: Path) -> list[Path]:
+    """Programs that find the package in the environment by CMake; none where no compiler exists."""
+    if shutil.which("c++") is None:
+        return []
+    package = run(python, "-I", "-m", "fp4gemm", "cmake-dir").strip()
+    tools = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}  # CMake and Ninja
+    source, build = REPO / "cpp" / "tests" / "consumer", work / "consumer"
+    run("cmake", "-G", "Ninja", "-S", source, "-B", build, f"-Dfp4gemm_DIR={package}", env=tools)
+    run("cmake", "--build", build, env=tools)
+    return sorted(path for path in build.glob("use_*") if path.is_file() and os.access(path, os.X_OK))
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="The steps of `make release`.")
+    parser = argparse.ArgumentParser(description="The steps of `make release` and `make smoke`.")
     steps = parser.add_subparsers(dest="step", required=True)
     step = steps.add_parser("versions", help="version, changelog and tag belong together")
     step.add_argument("--tag", help="default: the tag of the commit, if it has one")
@@ -221,6 +377,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     step.add_argument("sdist", type=Path)
     step.add_argument("wheel", type=Path)
     step.add_argument("--python", nargs="*", default=[], help="default: all from 3.10 on")
+    step = steps.add_parser("root", help="install a wheel into an empty root, and run README.md there")
+    step.add_argument("wheel", type=Path)
+    step.add_argument("--python", default=sys.executable, help="default: that of this script")
     options = vars(parser.parse_args(arguments))
     name = options.pop("step")
     try:
@@ -228,6 +387,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             versions(options["tag"])
         elif name == "manylinux":
             manylinux(options["wheel"], options["folder"])
+        elif name == "root":
+            root(options["wheel"], options["python"])
         else:
             smoke(options["sdist"], options["wheel"], options["python"])
     except Wrong as error:

@@ -17,13 +17,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import fp4gemm
 import pytest
 import torch
 from fp4gemm import _native, selection
 from fp4gemm.activations import ACTIVATIONS
+from snippets import Snippet, fenced, run_python
 from toolchain import cutlass_headers, nvcc_path
 
 REPO = Path(__file__).resolve().parents[2]
@@ -33,37 +33,6 @@ PROSE = {"text", "sh", "json", "diff"}  # languages of blocks that are not run
 C_COMPILERS = {"c": ["cc", "-std=c99"], "cpp": ["c++", "-std=c++17"]}
 WARNINGS = ["-Wall", "-Wextra", "-pedantic", "-Werror"]
 RUN = {"python", "cuda", "cmake", *C_COMPILERS}
-
-
-class Snippet(NamedTuple):
-    document: Path
-    line: int  # of the first line of the text, counted from 1
-    language: str
-    text: str
-    not_run: str  # the reason, or ""
-
-    def __str__(self) -> str:
-        return f"{self.document.name}:{self.line}"
-
-
-def fenced(document: Path, text: str) -> Iterator[Snippet]:
-    """The fenced blocks of a Markdown text."""
-    lines = text.splitlines()
-    begin, indent, language, not_run = 0, "", "", ""
-    for number, line in enumerate(lines, 1):
-        fence = re.fullmatch(r"(\s*)```(\w*)", line)
-        if fence is None:
-            continue
-        if begin == 0:
-            begin, (indent, language) = number, fence.groups()
-            mark = re.fullmatch(r"\s*<!-- not run: (.+) -->", lines[number - 2] if number > 1 else "")
-            not_run = mark[1] if mark else ""
-        else:
-            body = [line.removeprefix(indent) for line in lines[begin : number - 1]]
-            yield Snippet(document, begin + 1, language, "\n".join(body) + "\n", not_run)
-            begin = 0
-    if begin:
-        raise ValueError(f"{document}:{begin}: the block has no end")
 
 
 SNIPPETS = [snippet for document in DOCUMENTS for snippet in fenced(document, document.read_text())]
@@ -130,17 +99,6 @@ def test_the_table_of_activations_is_complete() -> None:
 # ---- Python
 
 
-def run_python(snippets: list[Snippet], preamble: str) -> None:
-    """Run the snippets in order; a traceback shows the line of the document."""
-    namespace = {"__name__": "snippet"}
-    path = PREAMBLES / f"{preamble}.py"
-    if path.exists():
-        exec(compile(path.read_text(), str(path), "exec"), namespace)
-    for snippet in snippets:
-        source = "\n" * (snippet.line - 1) + snippet.text
-        exec(compile(source, str(snippet.document), "exec"), namespace)
-
-
 @pytest.fixture(autouse=True)
 def clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """An empty folder to write to, a fixed seed, and no rules left behind."""
@@ -159,7 +117,10 @@ PROGRAM = REPO / "docs" / "distributed.md"
     ids=lambda path: path.name,
 )
 def test_python(document: Path) -> None:
-    run_python([snippet for snippet in to_run("python") if snippet.document == document], document.stem)
+    run_python(
+        [snippet for snippet in to_run("python") if snippet.document == document],
+        PREAMBLES / f"{document.stem}.py",
+    )
 
 
 def test_program_of_many_processes(tmp_path: Path) -> None:
@@ -192,7 +153,7 @@ def examples() -> Iterator[Snippet]:
 
 @pytest.mark.parametrize("example", list(examples()), ids=str)
 def test_docstring(example: Snippet) -> None:
-    run_python([example._replace(line=1)], "docstrings")
+    run_python([example._replace(line=1)], PREAMBLES / "docstrings.py")
 
 
 # ---- C, C++, CUDA, CMake
@@ -282,7 +243,7 @@ def test_wrong_snippets_fail(tmp_path: Path) -> None:
     assert (first.line, first.text, first.not_run) == (3, "x = 1\n", "")
     assert second.not_run == "no reason"
     with pytest.raises(SyntaxError) as error:
-        run_python([second], "none")
+        run_python([second])
     assert (error.value.filename, error.value.lineno) == (str(document), 7)
     if shutil.which("c++"):
         with pytest.raises(AssertionError, match=r"wrong\.md:10"):
