@@ -227,7 +227,7 @@ def _absent(rows: Sequence[Row]) -> list[str]:
     if not seen:
         return []
     made = [textwrap.fill(f"* {name}: {reason}.", WIDTH, subsequent_indent="  ") for name, reason in seen]
-    return ["", "Not timed:", "", *made]
+    return ["", "Not timed, with the reason at the revision of the run:", "", *made]
 
 
 def _not_in(rows: Sequence[Row]) -> list[str]:
