@@ -254,10 +254,11 @@ def _are_equal_on_cpu(x: Tensor, y: Tensor) -> bool:
 
 def _is_stack(names: tuple[str, str], b: Right, num_groups: int) -> None:
     """Raise ValueError unless b is (num_groups, n, k)."""
-    groups = "" if isinstance(b, PrepackedTensor) or b.offs is None else " with groups (offs)"
-    if groups or len(b.shape) != 3 or b.shape[0] != num_groups:
+    has_groups = not isinstance(b, PrepackedTensor) and b.offs is not None
+    if has_groups or len(b.shape) != 3 or b.shape[0] != num_groups:
+        got, wanted = (" with groups (offs)", " without groups") if has_groups else ("", "")
         raise ValueError(
-            f"{names[1]}: shape is {tuple(b.shape)}{groups}, must be ({num_groups}, n, k) without, "
+            f"{names[1]}: shape is {tuple(b.shape)}{got}, must be ({num_groups}, n, k){wanted}, "
             f"a matrix for each group of {names[0]}"
         )
 

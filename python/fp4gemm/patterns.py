@@ -53,6 +53,11 @@ def matches(pattern: Pattern, name: str, module: torch.nn.Module | None = None) 
     return fnmatchcase(f".{name}.", f"*.{pattern}.*")
 
 
+def shown(patterns: Sequence[Pattern]) -> str:
+    """Patterns as an error names them."""
+    return ", ".join(repr(p.pattern if isinstance(p, re.Pattern) else p) for p in patterns)
+
+
 def checked(argument: str, value: object) -> list[Pattern] | None:
     """The patterns of an argument that also accepts compiled expressions and callables; None for None.
 

@@ -149,6 +149,9 @@ def test_a_bad_checkpoint_has_status_1(tmp_path: Path, capsys: pytest.CaptureFix
     assert capsys.readouterr().err == (
         f"fp4gemm convert: {tmp_path / 'none'}: no such folder, must be the folder of a checkpoint\n"
     )
+    (tmp_path / "config.json").write_text("{}")
+    assert run(tmp_path / "config.json", tmp_path / "dst") == 1
+    assert "config.json: is a file, must be the folder of a checkpoint" in capsys.readouterr().err
 
 
 def test_without_safetensors(

@@ -247,7 +247,7 @@ def test_dst_that_is_not_ours(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"dst: has files, such as a.txt, and no fp4gemm_convert.json"):
         convert(source, tmp_path / "dst", resume=True)
     assert list(contents(tmp_path / "dst")) == ["a.txt"]
-    with pytest.raises(CheckpointError, match=r"a.txt: cannot be made: File exists"):
+    with pytest.raises(CheckpointError, match=r"a.txt: cannot be made: File exists; must be a folder"):
         convert(source, tmp_path / "dst" / "a.txt")
 
 

@@ -94,7 +94,9 @@ def test_a_report_that_cannot_be_written(
     arguments = ["convert", str(source), str(tmp_path / "dst"), "--report"]
     with pytest.raises(SystemExit, match="2"):
         main([*arguments, str(tmp_path / "missing" / "r.json")])
-    assert re.search(r"--report: got \S+, must be a file in a folder that exists", capsys.readouterr().err)
+    assert re.search(
+        r"argument --report: got \S+, must be a file in a folder that exists", capsys.readouterr().err
+    )
     assert not (tmp_path / "dst").exists()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import re
@@ -122,6 +123,17 @@ def test_bad_command_lines(line: str, message: str, capsys: pytest.CaptureFixtur
         main(line.split())
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_command_that_is_stopped(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stop(options: argparse.Namespace) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(COMMANDS["doctor"], "run", stop)
+    assert main(["doctor"]) == 130
+    assert capsys.readouterr().err == "fp4gemm doctor: stopped\n"
 
 
 def test_every_command_is_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:

@@ -182,6 +182,13 @@ def test_the_file_of_the_command(
     monkeypatch.setenv("FP4GEMM_SELECTION_TEST", str(tmp_path / "rules.json"))
     monkeypatch.setenv("ANOTHER_SECRET", "hidden")
     out = tmp_path / "found.json"
+    for wrong in (
+        tmp_path,
+        tmp_path / "missing" / "found.json",
+    ):  # before the examination, which takes minutes
+        with pytest.raises(SystemExit, match="2"):
+            main(["doctor", "--device", "cpu", "--out", str(wrong)])
+        assert f"--out: got '{wrong}', must be a file in a folder that exists" in capsys.readouterr().err
     assert main(["doctor", "--device", "cpu", "--out", str(out)]) == 0
     written = out.read_text()
     data = json.loads(written)

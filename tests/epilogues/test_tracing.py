@@ -201,6 +201,10 @@ def test_binding() -> None:
         match=r"limits: got 3 \(int\), must be omitted: .* are bias, slope, limit, aux_dtypes, aux_out",
     ):
         f(limits=3)
+    with pytest.raises(
+        TypeError, match=r"keeep: got 0.5 \(float\), must be omitted: .* are mask, keep, aux_dtypes"
+    ):
+        examples.dropout(mask=torch.ones(1), keeep=0.5)
     with pytest.raises(TypeError, match=r"limit: got a torch.float32 tensor.*must be a Python number"):
         f(limit=torch.ones(1))
     with pytest.raises(TypeError, match=r"gate: is not given, must be a torch\.Tensor for row_gate"):

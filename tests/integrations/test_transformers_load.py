@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +196,14 @@ REFUSED: dict[str, tuple[Any, str]] = {
 def test_what_does_not_fit_is_named(change: Any, message: str, tmp_path: Path) -> None:
     folder = write_nvfp4(float_model("qwen3-moe"), tmp_path, "modelopt", change=change)
     with pytest.raises(ValueError, match=message):
+        load(folder)
+
+
+def test_a_file_that_was_cut_short_is_named(tmp_path: Path) -> None:
+    folder = write_nvfp4(float_model("qwen3-moe"), tmp_path, "modelopt")
+    (file,) = folder.glob("*.safetensors")
+    os.truncate(file, file.stat().st_size - 1)
+    with pytest.raises(ValueError, match=rf"{file.name}: is damaged: '\S+' ends at byte \d+, and the file"):
         load(folder)
 
 

@@ -222,6 +222,16 @@ def test_a_pattern_that_matches_nothing_is_named(option: str) -> None:
         fp4gemm.models.quantize_model(model, **{option: ["lm_haed", "0"]})
 
 
+def test_a_model_without_layers_is_named() -> None:
+    """Also one that was quantized before."""
+    model = fp4gemm.models.quantize_model(torch.nn.Sequential(float_linear(64, 96)))
+    for nothing in (model, torch.nn.ReLU()):
+        with pytest.warns(
+            UserWarning, match="^quantize_model: model: has no linear layer in float and no known"
+        ):
+            fp4gemm.models.quantize_model(nothing, include="0")
+
+
 def test_raise_on_unsupported_changes_nothing() -> None:
     model = Block()
     with pytest.raises(ValueError, match=r"^model: 1 selected layers .*'odd': out_features is 10"):

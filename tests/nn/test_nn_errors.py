@@ -256,12 +256,12 @@ BAD_CALLS: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "model-nothing": (
         lambda: fp4gemm.models.quantize_model(_model(), include="mlp"),
         ValueError,
-        "include: matches none of the 2",
+        "include: 'mlp' matches none of the 2",
     ),
     "model-exclude-nothing": (
         lambda: fp4gemm.models.quantize_model(_model(), exclude=["lm_head"]),
         ValueError,
-        "exclude: matches none of the 2 linear layers, such as '0'",
+        "exclude: 'lm_head' matches none of the 2 linear layers, such as '0'",
     ),
     "finite": (lambda: nn.Linear(32, 8, check_finite=True), TypeError, "check_finite: got True"),
     "model-finite": (

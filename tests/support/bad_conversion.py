@@ -49,7 +49,14 @@ C = "training.convert_model"
 add(C, "model", "without layers", torch.nn.ReLU, VALUE, "has no torch.nn.Linear and no experts")
 add(C, "filter", "type", lambda: 3, TYPE, "got 3 (int)")
 add(C, "filter", "pattern", lambda: "(", VALUE, "got '(', must be a name, with wildcards")
-add(C, "filter", "nothing", lambda: "attention", VALUE, "matches none of the 1 layers, such as '0'")
+add(
+    C,
+    "filter",
+    "nothing",
+    lambda: "attention",
+    VALUE,
+    "'attention' matches none of the 1 layers, such as '0'",
+)
 add(C, "keep_last", "type", lambda: "15 %", TYPE, "got '15 %' (str), must be a number from 0 to 1")
 add(C, "keep_last", "bool", lambda: True, TYPE, "got True (bool), must be a number from 0 to 1")
 add(C, "keep_last", "percent", lambda: 15, VALUE, "got 15, must be from 0 to 1")

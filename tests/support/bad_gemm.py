@@ -316,7 +316,7 @@ for function, left, right in (("fprop", "x", "w"), ("dgrad", "dy", "w_t")):
         f"{right}-matrix",
         lambda grouped_left=grouped_left: grouped_left,
         VALUE,
-        f"shape is (24, 64), must be (2, n, k) without, a matrix for each group of {left}",
+        f"shape is (24, 64), must be (2, n, k), a matrix for each group of {left}",
         right,
     )
 add_each(
@@ -338,10 +338,16 @@ add_each(
     "has no groups, must have 2 groups with ragged k as a",
     "b",
 )
-NO_STACK = "must be (2, n, k) without, a matrix for each group of a"
+NO_STACK = "must be (2, n, k), a matrix for each group of a"
+NO_GROUPS = "must be (2, n, k) without groups, a matrix for each group of a"
 add_each("grouped_mm", "b", "dense", lambda: B, VALUE, f"shape is (24, 64), {NO_STACK}")
 add_each(
-    "grouped_mm", "b", "groups", lambda: GROUPED, VALUE, f"shape is (33, 64) with groups (offs), {NO_STACK}"
+    "grouped_mm",
+    "b",
+    "groups",
+    lambda: GROUPED,
+    VALUE,
+    f"shape is (33, 64) with groups (offs), {NO_GROUPS}",
 )
 add_each(
     "grouped_mm", "b", "number", lambda: fp4gemm.quantize(ones(3, N, K)), VALUE, f"(3, 24, 64), {NO_STACK}"

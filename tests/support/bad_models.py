@@ -39,7 +39,7 @@ for name in ("include", "exclude"):
     add(Q, name, "bool", lambda: True, TYPE, "got True (bool), must be a name, with wildcards or without")
     add(Q, name, "empty", list, VALUE, "got [] (list), must have at least one pattern, or be None")
     add(Q, name, "pattern", lambda: "(", VALUE, "got '(', must be a name, with wildcards")
-    add(Q, name, "nothing", lambda: "attention", VALUE, "matches none of the 2 linear layers")
+    add(Q, name, "nothing", lambda: "attention", VALUE, "'attention' matches none of the 2 linear layers")
 add(Q, "types", "none", lambda: None, TYPE, "got None (NoneType), must be an iterable of torch.nn.Linear")
 add(Q, "types", "module", lambda: [torch.nn.ReLU], TYPE, "got the class ReLU, must be torch.nn.Linear or")
 for name, wanted in (

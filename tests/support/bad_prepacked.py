@@ -199,7 +199,8 @@ repeated(
     ],
     plain=True,
 )
-NO_STACK = "must be (2, n, k) without, a matrix for each group of a"
+NO_STACK = "must be (2, n, k), a matrix for each group of a"
+NO_GROUPS = "must be (2, n, k) without groups, a matrix for each group of a"
 repeated(
     "mm",
     [
@@ -218,7 +219,7 @@ repeated(
         ("b-k", fp4gemm.prepack(fp4gemm.quantize(ones(2, N, 96))), VALUE, "k is 96, must be 64, the k of a"),
         ("b-dense", P, VALUE, f"shape is (24, 64), {NO_STACK}"),
         ("b-number", fp4gemm.prepack(fp4gemm.quantize(ones(3, N, K))), VALUE, f"(3, 24, 64), {NO_STACK}"),
-        ("b-groups", GROUPED, VALUE, f"shape is (33, 64) with groups (offs), {NO_STACK}"),
+        ("b-groups", GROUPED, VALUE, f"shape is (33, 64) with groups (offs), {NO_GROUPS}"),
         ("b-decoded", fp4gemm.decode(STACK), TYPE, "dtype is torch.float16 (decoded), must be quantized or"),
         ("b-meta", P3.to("meta"), VALUE, "device is meta, must be cpu, the device of a"),
         ("offs-none", None, VALUE, "got None, must be an int32 tensor (g,) beside a plain tensor a"),
@@ -295,7 +296,7 @@ for kind, both, error, says, name in (
         "has no groups (offs), must have groups",
         "a",
     ),
-    ("b-dense-fp8", {"a": T3, "b": P8, "offs": None}, VALUE, "must be (2, n, k) without", "b"),
+    ("b-dense-fp8", {"a": T3, "b": P8, "offs": None}, VALUE, "must be (2, n, k)", "b"),
 ):
     together("grouped_mm", kind, both, error, says, name)
 # Raw operands.

@@ -234,7 +234,7 @@ BAD = {
     "filter without a match": (
         lambda: convert_model(Model(), "nvidia", filter="attn"),
         ValueError,
-        "filter: matches none of the 6 layers, such as 'blocks.0.up'",
+        "filter: 'attn' matches none of the 6 layers, such as 'blocks.0.up'",
     ),
     "keep_last": (
         lambda: convert_model(Model(), "nvidia", keep_last="2"),

@@ -370,7 +370,7 @@ def locked(folder: Path) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     except OSError as error:
-        raise CheckpointError(f"{folder}: cannot be made: {error.strerror}") from error
+        raise CheckpointError(f"{folder}: cannot be made: {error.strerror}; must be a folder") from error
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

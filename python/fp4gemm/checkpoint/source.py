@@ -101,7 +101,8 @@ class Source:
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
         if not self.folder.is_dir():
-            raise CheckpointError(f"{self.folder}: no such folder, must be the folder of a checkpoint")
+            what = "is a file" if self.folder.exists() else "no such folder"
+            raise CheckpointError(f"{self.folder}: {what}, must be the folder of a checkpoint")
         files = sorted(self._files())
         self._refuse_pickled(files)
         self.config = json_object(self.folder / CONFIG)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import signal
+import sys
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -54,3 +56,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return COMMANDS[options.command].run(options)
     except ValueError as error:
         parsers[options.command].error(str(error))
+    except KeyboardInterrupt:
+        print(f"fp4gemm {options.command}: stopped", file=sys.stderr)
+        return 128 + signal.SIGINT

@@ -32,6 +32,7 @@ from ..checkpoint.runner import Progress
 from ..models.report import readable_bytes
 from ..recipe import METHODS, USES_DATA, Numerics, WeightScaling
 from ..training.recipe import PRESETS
+from ._arguments import output_file
 
 SUMMARY = "write the NVFP4 checkpoint of a float checkpoint, or change the format of one"
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
@@ -157,15 +158,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--resume", action="store_true", help="continue an interrupted conversion")
     add("--dry-run", action="store_true", help="only show what would be done")
-    add("--report", type=Path, metavar="FILE", help="write a JSON file, with the error of each layer")
+    add("--report", type=output_file, metavar="FILE", help="write a JSON file, with the error of each layer")
     add("--verify", action="store_true", help="read DST again and compare it with SRC")
 
 
 def run(options: argparse.Namespace) -> int:
     """Convert; returns 1 if a checkpoint is not as it must be, with the reason on standard error."""
     what = _what(options)
-    if options.report is not None and (options.report.is_dir() or not options.report.parent.is_dir()):
-        raise ValueError(f"--report: got {options.report}, must be a file in a folder that exists")
     if options.dry_run:
         _refuse_with_dry_run(options)
     try:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from pathlib import Path
 
 from ..device import doctor
 from ..device.isolated import Outcome
 from ..device.selftest import tested_device
+from ._arguments import output_file
 
 SUMMARY = "examine driver, kernels and speed of a device, and write one file that can be sent"
 
@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--device", help='for example "cuda:1" (default: the current CUDA device, else the CPU)'
     )
     parser.add_argument(
-        "--out", type=Path, default=Path("fp4gemm-doctor.json"), help="the file (%(default)s)"
+        "--out", type=output_file, default="fp4gemm-doctor.json", help="the file (%(default)s)"
     )
     parser.add_argument("--no-speed", action="store_true", help="test kernels, and measure no times")
     # How the command starts its own children.

@@ -11,6 +11,7 @@ from pathlib import Path
 from .. import _epilogue_build
 from .._epilogue_library import ARCHS
 from ..epilogues import Epilogue
+from ._arguments import output_file
 
 SUMMARY = "build a library of kernels with an epilogue in Python, for Blackwell, by nvcc and CUTLASS"
 
@@ -20,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("action", choices=("build",), metavar="build", help="compile the epilogue, a minute or more a kernel")
     add("epilogue", metavar="FILE.py[:NAME]", help="the file, and the epilogue if the file has several")
     add("--arch", choices=tuple(ARCHS), required=True, help="compute capability 10.x or 12.x")
-    add("--out", type=Path, metavar="FILE.so", help="the library (default: NAME_ARCH.so)")
+    add("--out", type=output_file, metavar="FILE.so", help="the library (default: NAME_ARCH.so)")
     add(
         "--dtype",
         nargs="+",
@@ -43,8 +44,6 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError(f"--jobs: got {options.jobs}, must be 1 or more")
     epilogue = find_epilogue(options.epilogue)
     out = options.out or Path(f"{epilogue.name}_{options.arch}.so")
-    if not out.resolve().parent.is_dir():
-        raise ValueError(f"--out: got {out}, must be in a folder that exists")
     begin = time.perf_counter()
     try:
         _epilogue_build.build(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
 import torch
 
@@ -12,6 +11,7 @@ from .. import _native
 from ..device import tune
 from ..device.products import A_FORMS, B_FORMS
 from ..support import is_supported, streams_prepacked
+from ._arguments import output_file
 
 SUMMARY = "measure every kernel on your shapes and write rules for FP4GEMM_SELECTION"
 
@@ -30,7 +30,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--out-dtype", choices=tuple(tune.OUT_DTYPES), default="bf16", help="of D (default: bf16)")
     add("--rounds", type=_positive, default=tune.ROUNDS, help=f"replays of each kernel ({tune.ROUNDS})")
-    add("--out", type=Path, required=True, metavar="FILE", help="the file of rules, for FP4GEMM_SELECTION")
+    add(
+        "--out",
+        type=output_file,
+        required=True,
+        metavar="FILE",
+        help="the file of rules, for FP4GEMM_SELECTION",
+    )
 
 
 def _positive(text: str) -> int:

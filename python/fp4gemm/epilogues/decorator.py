@@ -195,6 +195,13 @@ class Epilogue:
         Raises:
             TypeError: an argument is missing, unknown or no tensor or number.
         """
+        known = [p.name for p in self.parameters if p.kind in (*VECTORS, "scalars", "bias", "c")]
+        for name, value in values.items():
+            if name not in known:
+                raise TypeError(
+                    f"{name}: got {_checks.describe(value)}, must be omitted: the arguments of {self.name} "
+                    f"are {', '.join([*known, _DTYPES, _OUT])}"
+                )
         tensors: dict[str, Tensor] = {}
         scalars: list[float] = []
         for p in self.parameters:
@@ -206,13 +213,6 @@ class Epilogue:
                 tensors[p.name] = _checks.is_tensor(p.name, self._given(p, values))
             elif p.kind == "scalars":
                 scalars.append(self._number(p.name, self._given(p, values)))
-        if values:
-            name, value = next(iter(values.items()))
-            known = [p.name for p in self.parameters if p.kind in (*VECTORS, "scalars", "bias", "c")]
-            raise TypeError(
-                f"{name}: got {_checks.describe(value)}, must be omitted: the arguments of {self.name} are "
-                f"{', '.join([*known, _DTYPES, _OUT])}"
-            )
         if not aux_dtypes and not aux_out:
             return BoundEpilogue(self, tensors, scalars, {}, {})
         dtypes, outputs = dict(aux_dtypes or {}), dict(aux_out or {})

@@ -198,6 +198,7 @@ def quantize_model(
     model = _placed(model, chosen, inplace)
     del chosen
     swaps = select.reports(candidates)
+    has_candidates = bool(candidates)
     candidates.clear()  # frees the float layers here, and the quantized ones as soon as they are fused
     blocks = fuse_blocks(model) if fuse == "auto" else ()
     _changed.tell(model)
@@ -208,6 +209,9 @@ def quantize_model(
     if report is not None:
         report(done_report)
         return model
+    if not has_candidates:
+        what = "no linear layer in float and no known module of experts"
+        warnings.warn(f"quantize_model: model: has {what}, so that nothing was changed", stacklevel=3)
     if done_report.names("skipped"):
         warnings.warn(f"quantize_model: {done_report.about_skipped()}", stacklevel=3)
     for reason, names in swapper.changed.items():

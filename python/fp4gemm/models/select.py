@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 import warnings
 from collections.abc import Iterable, Iterator
@@ -97,10 +96,10 @@ def select(
     where = f"none of the {len(names)} {what}, such as {names[0]!r}"
     for option, given in (("include", include or []), ("exclude", exclude or [])):
         unused = [pattern for index, pattern in enumerate(given) if index not in used[option]]
+        shown = patterns.shown(unused)
         if unused and not used[option]:
-            raise ValueError(f"{option}: matches {where}")
+            raise ValueError(f"{option}: {shown} matches {where}")
         if unused:
-            shown = ", ".join(repr(p.pattern if isinstance(p, re.Pattern) else p) for p in unused)
             warnings.warn(f"quantize_model: {option}: {shown} matches {where}", stacklevel=_stacklevel())
 
 

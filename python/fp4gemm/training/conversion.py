@@ -144,7 +144,8 @@ def convert_model(
     else:
         kept = {id(m): "not matched by filter" for m, names in found if not _is_matched(given, m, names)}
         if len(kept) == len(found):
-            raise ValueError(f"filter: matches none of the {len(found)} layers, such as {found[0][1][0]!r}")
+            where = f"none of the {len(found)} layers, such as {found[0][1][0]!r}"
+            raise ValueError(f"filter: {patterns.shown(given)} matches {where}")
     plans = [_plan(model, module, names, kept | last, chosen) for module, names in found]
     others = float_weights(model, (), [module for module, _ in found])
     layers: list[ConvertedLayer] = []

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import NamedTuple, cast
 
+from ...checkpoint import source
 from ...checkpoint.formats import FORMATS, LAYERS, Format, LayerName, PackedFormat, Scheme
 from ...checkpoint.formats.layers import Stored
 from ...recipe import StoredActivations
@@ -55,17 +57,14 @@ def headers(files: Iterable[str]) -> dict[str, Header]:
 
     Raises:
         ValueError: a file is not safetensors.
+        CheckpointError: a file is damaged; the text names the tensor.
     """
-    from safetensors import safe_open
-
     found = {}
     for path in files:
         if not str(path).endswith(".safetensors"):
             raise ValueError(f"{path}: is no safetensors file, must be one to hold NVFP4 weights")
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118  # not a dict
-                part = file.get_slice(name)
-                found[name] = Header(part.get_dtype(), tuple(part.get_shape()))
+        for info in source.header(Path(path))[0]:
+            found[info.name] = Header(info.dtype, info.shape)
     return found
 
 
