@@ -126,6 +126,45 @@ def test_one_wrong_bit_is_found(mode: str, epilogue: str) -> None:
     assert ": 1 of " in result.reason
 
 
+def test_negative_block_scales() -> None:
+    """Either reading is right where the tensor cores read the scales; kernels that decode must negate."""
+    (problem,) = [p for p in problems.problems() if p.name == "negative block scales"]
+    signs = [scales.view(torch.uint8) >> 7 for scales in problem.operands[2:4]]
+    assert all(0 < sign.sum() < sign.numel() for sign in signs)
+    wanted = selftest.Wanted([problem])
+
+    def cleared(row: KernelInfo, p: Problem) -> torch.Tensor:
+        unsigned = p.unsigned(TABLE[0])
+        assert unsigned is not None
+        return right(row, unsigned)
+
+    tensor_cores = kernel("sm100_any")
+    decodes = dataclasses.replace(tensor_cores, name="sm90_any", arch=90)
+    assert not torch.equal(right(tensor_cores, problem), cleared(tensor_cores, problem))
+    a, b, scale_a, scale_b, *_ = problem.operands
+    values = [reference.decode(codes, scales).float() for codes, scales in ((a, scale_a), (b, scale_b))]
+    assert torch.equal(problem.run(CPU, torch.float32, None), values[0] @ values[1].T)
+    assert wanted.compare(tensor_cores, right).ignores_scale_signs is False
+    assert wanted.compare(tensor_cores, cleared).ignores_scale_signs is True
+    assert wanted.compare(tensor_cores, cleared).passed
+    result = wanted.compare(tensor_cores, lambda row, p: one_bit(cleared(row, p)))
+    assert not result.passed
+    assert result.reason.startswith("negative block scales, ignored: 1 of ")
+    assert wanted.compare(decodes, right) == selftest.KernelResult("sm90_any", True)
+    assert not wanted.compare(decodes, cleared).passed
+
+
+def test_the_report_says_what_the_tensor_cores_do_with_signs() -> None:
+    results = (
+        selftest.KernelResult("a", True, ignores_scale_signs=True),
+        selftest.KernelResult("b", True, ignores_scale_signs=False),
+        selftest.KernelResult("c", True),
+    )
+    text = str(selftest.SelfTestReport("cuda:0", results))
+    assert "sign bit set: 1 of 2 kernels ignore the bit" in text
+    assert "sign bit" not in str(selftest.SelfTestReport("cuda:0", results[2:]))
+
+
 def test_an_error_is_a_result() -> None:
     def broken(row: KernelInfo, problem: Problem) -> torch.Tensor:
         raise RuntimeError("an illegal instruction")

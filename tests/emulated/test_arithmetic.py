@@ -6,8 +6,10 @@ import fp4gemm
 import pytest
 import torch
 from fp4gemm import reference
+from fp4gemm.device import selftest
+from fp4gemm.device.problems import problems as tested_problems
 from problems import PLAIN, Problem, dense, grouped_ragged_m
-from session import KERNELS, Session, describe, same_bits
+from session import KERNELS, Session, Sessions, describe, same_bits
 
 DENSE = [kernel for kernel in KERNELS if (kernel.mode, kernel.operand) == ("dense", "nvfp4")]
 FP32 = {kernel.arch: kernel.name for kernel in DENSE if kernel.out_dtype == torch.float32}
@@ -58,3 +60,21 @@ def test_the_error_of_other_sums(session: Session, arithmetic: str) -> None:
     unit = 2.0**-24 if arithmetic == "rounded" else 2.0**-23
     assert ((got - exact).abs() <= k // 64 * unit * magnitude).all()
     assert not torch.equal(got, exact)
+
+
+@pytest.mark.parametrize(
+    "kernel", [kernel for kernel in DENSE if not kernel.is_gated], ids=lambda kernel: kernel.name
+)
+def test_the_sign_of_a_block_scale_is_ignored(sessions: Sessions, kernel: fp4gemm.KernelInfo) -> None:
+    """The tensor cores read ue4m3, which has no sign: the self-test's problem, on the emulator."""
+    tested = [problem for problem in tested_problems() if problem.name == "negative block scales"]
+
+    def run(row: fp4gemm.KernelInfo, problem: selftest.Problem) -> torch.Tensor:
+        a, b, scale_a, scale_b, *_ = problem.operands
+        (m, n), k = problem.shape, 2 * a.shape[1]
+        want = torch.empty((m, n), dtype=row.out_dtype)
+        return sessions.of(row).run(Problem(problem.name, m, n, k, a, scale_a, b, scale_b, want), row.name)
+
+    result = selftest.Wanted(tested).compare(kernel, run)
+    assert result.passed, result.reason
+    assert result.ignores_scale_signs

@@ -158,7 +158,13 @@ def test(device: torch.device, wanted: selftest.Wanted, name: str) -> Outcome:
         if kernel is None:
             raise ValueError(f"name: got {name!r}, must be a kernel, a quantizer or a measurement")
         result = wanted.compare(kernel, lambda row, problem: problem.run(device, row.out_dtype, row.name))
-    return Outcome(name, result.passed, result.reason)
+    signs = result.ignores_scale_signs
+    return Outcome(
+        name,
+        result.passed,
+        result.reason,
+        values={} if signs is None else {"ignores_scale_signs": float(signs)},
+    )
 
 
 def worker(device: torch.device, given: Sequence[str]) -> None:

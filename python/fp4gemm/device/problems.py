@@ -33,6 +33,7 @@ SIZES = (130, 0, 1, 37)  # rows (or columns of k) of each group
 LOOSE_ROWS = 5  # rows after the last group, which no group owns
 DENSE = ((300, 400, 288), (3, 32, 32))
 RAGGED_M, RAGGED_K = (272, 160), (136, 264)  # (n, k) with ragged m; (m, n) with ragged k
+NEGATIVE = (37, 40, 96)  # (m, n, k) of the product with negative block scales
 DENSE_FP8, RAGGED_M_FP8 = ((300, 400, 320), (3, 32, 64)), (272, 192)
 NONZERO = 4  # elements of a row of FP8 tokens
 POISON = 0xFF  # a byte of a NaN in every output type
@@ -48,6 +49,8 @@ class Problem:
     shape: tuple[int, ...]  # the shape of D
     terms: dict[str, Any]  # the terms by name; c is float32 here
     prepacks: bool = False  # b is prepacked first, on the device
+    # Of a problem whose block scales have sign bits: the operands without them.
+    unsigned_operands: GemmCall | None = None
 
     @property
     def mode(self) -> str:
@@ -62,6 +65,16 @@ class Problem:
             return False
         formats = gemm_ops.formats(x.a, x.scale_a, x.scale_b, int(self.prepacks))
         return kernel.supports(*formats, ragged="k" if gemm_ops.is_ragged_k(x) else "m")
+
+    def unsigned(self, kernel: KernelInfo) -> Problem | None:
+        """The problem as the kernel may also compute it: without the sign bits of its block scales.
+
+        None if it has no such bits, or if the kernel decodes the scales itself, as negative numbers. The
+        tensor cores of Blackwell read scales as ue4m3 (docs/quantization.md).
+        """
+        if self.unsigned_operands is None or kernel.arch < 100 or kernel.operand != "nvfp4":
+            return None
+        return dataclasses.replace(self, name=f"{self.name}, ignored", operands=self.unsigned_operands)
 
     def run(self, device: torch.device, out_dtype: torch.dtype, kernel: str | None) -> Tensor:
         """D on the CPU, computed by a kernel or the reference; elements that were not written are NaN."""
@@ -97,7 +110,21 @@ def problems() -> list[Problem]:
     made += _with_terms("ragged m", operands, shape, gen)
     made += _prepacked("ragged m", operands, values, shape, gen)
     made += _with_terms("ragged k", *_ragged_k(gen), gen)
-    return made + _fp8(gen) + _one_hot(gen) + _mxfp8(gen)
+    return [*made, *_fp8(gen), *_one_hot(gen), *_mxfp8(gen), _negative_scales(gen)]
+
+
+def _negative_scales(gen: torch.Generator) -> Problem:
+    """A product in which half of the block scales of both operands have their sign bit set."""
+    m, n, k = NEGATIVE
+    calls: list[list[Tensor]] = [[], []]
+    for rows in (m, n):
+        codes, scales = _matrix(rows, k, gen)
+        signs = torch.randint(0, 2, scales.shape, generator=gen, dtype=torch.uint8) << 7
+        for operands, sign in zip(calls, (signs, signs & 0), strict=True):
+            signed = (scales.view(torch.uint8) | sign).view(scales.dtype)
+            operands += [codes, layout.swizzle_scales(signed)]
+    with_signs, without = (GemmCall(a, b, scale_a, scale_b) for a, scale_a, b, scale_b in calls)
+    return Problem("negative block scales", with_signs, (m, n), {}, unsigned_operands=without)
 
 
 def _fp8(gen: torch.Generator) -> list[Problem]:

@@ -15,7 +15,7 @@ import os
 import tempfile
 import threading
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -56,6 +56,9 @@ class KernelResult:
     name: str
     passed: bool
     reason: str = ""  # if it failed: which product or result, and how it differs
+    ignores_scale_signs: bool | None = (
+        None  # what it does with the sign bit of a block scale, if both are right
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +91,14 @@ class SelfTestReport:
             found = f"{len(self.failures)} of {count} {self.tested} are wrong"
         lines = [f"self-test on {self.device}: {found}"]
         lines += [f"  {result.name}: {result.reason}" for result in self.failures]
+        seen = [
+            result.ignores_scale_signs for result in self.results if result.ignores_scale_signs is not None
+        ]
+        if seen:
+            lines.append(
+                f"  a block scale with its sign bit set: {sum(seen)} of {len(seen)} kernels ignore the bit, "
+                "the others take a negative number (docs/quantization.md)"
+            )
         lines += [f"  {self.versions}"] if self.versions else []
         return "\n".join(lines if self.is_executed else [*lines, f"  {_PLEASE}"])
 
@@ -175,14 +186,19 @@ def compare(kernels: Iterable[KernelInfo], run: Runner) -> tuple[KernelResult, .
 
 
 class Wanted:
-    """The problems, and what the reference computes for them when it is asked for first."""
+    """The problems, and what the reference computes for them when it is asked for first.
 
-    def __init__(self) -> None:
-        self._problems = problems()
+    Args:
+        tested: the problems; by default all of the self-test.
+    """
+
+    def __init__(self, tested: Sequence[Problem] | None = None) -> None:
+        self._problems = problems() if tested is None else tested
         self._results: dict[tuple[str, torch.dtype], Tensor] = {}
 
     def compare(self, kernel: KernelInfo, run: Runner) -> KernelResult:
         """Compare what ``run`` computes for every problem that a kernel supports with the reference."""
+        ignores: bool | None = None
         for problem in self._problems:
             if not problem.suits(kernel):
                 continue
@@ -190,9 +206,14 @@ class Wanted:
                 got = run(kernel, problem)
             except Exception as error:  # anything that a broken kernel or driver raises is a failed test
                 return KernelResult(kernel.name, False, f"{problem.name}: {type(error).__name__}: {error}")
-            if reason := difference(problem.name, got, self._of(problem, kernel.out_dtype)):
+            reason = difference(problem.name, got, self._of(problem, kernel.out_dtype))
+            if (unsigned := problem.unsigned(kernel)) is not None:
+                ignores = bool(reason)
+                if reason:
+                    reason = difference(unsigned.name, got, self._of(unsigned, kernel.out_dtype))
+            if reason:
                 return KernelResult(kernel.name, False, reason)
-        return KernelResult(kernel.name, True)
+        return KernelResult(kernel.name, True, ignores_scale_signs=ignores)
 
     def _of(self, problem: Problem, dtype: torch.dtype) -> Tensor:
         key = problem.name, dtype
