@@ -42,6 +42,7 @@ typedef struct ptxemu_options {
                              of a tensor with gaps that spans less than 128 KB is fatal unless its user clears
                              bit 85 */
   int arithmetic;         /* PTXEMU_ROUNDED */
+  int trace_fences;       /* 0; 1: statistics count the fences and waits that order an access ("useful") */
   int driver_version;     /* CUDART_VERSION: what cudaDriverGetVersion and cuDriverGetVersion report */
   uint64_t instruction_budget; /* 2e9 warp instructions of a launch, beyond which it fails as a livelock */
 } ptxemu_options;

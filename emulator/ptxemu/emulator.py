@@ -48,6 +48,7 @@ class _Options(ctypes.Structure):
         ("loads_need_wait", ctypes.c_int),
         ("faulty_tensor_maps", ctypes.c_int),
         ("arithmetic", ctypes.c_int),
+        ("trace_fences", ctypes.c_int),
         ("driver_version", ctypes.c_int),
         ("instruction_budget", ctypes.c_uint64),
     ]
@@ -99,9 +100,11 @@ class DeviceArray:
             return torch.empty(self.shape, dtype=dtype)
         return torch.frombuffer(self._buffer(), dtype=torch.uint8).view(dtype).reshape(self.shape)
 
-    def mark_written(self) -> None:
-        """Marks the bytes as written; needed after writing through a view."""
-        self._emulator._library.ptxemu_mark_written(self.pointer, self.num_bytes)
+    def mark_written(self, begin: int = 0, count: int | None = None) -> None:
+        """Marks `count` elements from `begin` on as written, or all; needed after writing through a view."""
+        item = _item_bytes(self.dtype)
+        num_bytes = self.num_bytes - begin * item if count is None else count * item
+        self._emulator._library.ptxemu_mark_written(self.pointer + begin * item, num_bytes)
 
     def poison(self) -> None:
         """Fills the memory with 0xFF and marks it as never written."""
@@ -175,7 +178,8 @@ class Emulator:
 
         mode: "eager", "lazy", "random" or "pct"; options: seed, resident_clusters, num_sms,
         compute_capability, pdl, report_unwritten_global, hazards_are_fatal, detect_races, loads_need_wait,
-        faulty_tensor_maps, arithmetic ("rounded" or "truncated"), driver_version, instruction_budget.
+        faulty_tensor_maps, trace_fences, arithmetic ("rounded" or "truncated"), driver_version,
+        instruction_budget.
         """
         if mode not in MODES:
             raise ValueError(f"mode is {mode!r}, must be one of {', '.join(MODES)}")

@@ -176,17 +176,29 @@ class Table:
 
     killed: Counter[str] = field(default_factory=Counter)  # by verdict
     survivors: list[Mutant] = field(default_factory=list)
+    equivalent: list[tuple[Mutant, str]] = field(default_factory=list)  # with the reason; they do not count
 
     @property
     def total(self) -> int:
+        """The mutants that can be killed."""
         return sum(self.killed.values()) + len(self.survivors)
 
     def summary(self) -> str:
         by = ", ".join(f"{self.killed[verdict]} {verdict}" for verdict in VERDICTS)
         killed = sum(self.killed.values())
-        lines = [f"{killed} of {self.total} mutants killed ({100 * killed / max(self.total, 1):.0f} %): {by}"]
+        lines = [
+            f"{killed} of {self.total} mutants killed ({100 * killed / max(self.total, 1):.0f} %): {by}; "
+            f"{len(self.equivalent)} more are equivalent"
+        ]
         lines += [f"  survived: line {m.line}: {m.what}" for m in self.survivors]
+        lines += [f"  equivalent: line {m.line}: {m.what}: {reason}" for m, reason in self.equivalent]
         return "\n".join(lines)
+
+    def exclude(self, reason_of: Callable[[Mutant], str | None]) -> None:
+        """Takes those survivors for which there is a reason for equivalent."""
+        reasons = [(mutant, reason_of(mutant)) for mutant in self.survivors]
+        self.survivors = [mutant for mutant, reason in reasons if reason is None]
+        self.equivalent += [(mutant, reason) for mutant, reason in reasons if reason is not None]
 
 
 def score(

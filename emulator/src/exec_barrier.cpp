@@ -207,7 +207,7 @@ Outcome Machine::exec_fence(Warp& warp, Group&, Instruction const& in, u32 mask)
   }
   switch (in.mode[0]) {
     case kThread: races_->fence(warp); break;
-    case kProxyShared: races_->fence_proxy(warp); break;
+    case kProxyShared: races_->fence_proxy(warp, in.line); break;
     case kInits: races_->fence_inits(warp); break;
     case kAcquireMap: {
       Row address;

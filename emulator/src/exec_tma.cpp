@@ -322,9 +322,34 @@ Outcome Machine::exec_bulk_commit(Warp& warp, Group&, Instruction const&, u32 ma
   return Outcome::kNext;
 }
 
+/// Counts a wait as useful if there is a group that it waits for and no earlier wait of the lane did.
+void Machine::note_bulk_wait(Warp& warp, Instruction const& in, u32 mask) {
+  size_t const most = in.operands[0].value;
+  bool const read = in.has("read");
+  bool useful = false;
+  for (auto& [lane, bulk] : warp.bulk) {
+    if ((mask >> lane & 1) == 0 || bulk.committed.size() <= most) {
+      continue;
+    }
+    size_t const end = bulk.committed.size() - most;
+    size_t const begin = read ? std::max(bulk.waited_read, bulk.waited) : bulk.waited;
+    for (size_t i = begin; i < end; ++i) {
+      useful = useful || !bulk.committed[i].empty();
+    }
+    size_t& waited = read ? bulk.waited_read : bulk.waited;
+    waited = std::max(waited, end);
+  }
+  if (useful) {
+    session_.statistics.add_useful(kernel_, in.line);
+  }
+}
+
 /// cp.async.bulk.wait_group N: waits until at most the N groups that were committed last are pending.
 Outcome Machine::exec_bulk_wait(Warp& warp, Group& group, Instruction const& in, u32 mask) {
   if (!group.resumed && mask != 0) {
+    if (session_.options.trace_fences != 0) {
+      note_bulk_wait(warp, in, mask);
+    }
     Group probe = group;
     probe.mask = mask;
     probe.wait = Wait::kBulk;

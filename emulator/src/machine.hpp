@@ -71,6 +71,7 @@ class Machine {
   PTXEMU_HANDLER(exec_async_copy_wait);
   PTXEMU_HANDLER(exec_bulk_commit);
   PTXEMU_HANDLER(exec_bulk_wait);
+  void note_bulk_wait(Warp& warp, Instruction const& in, u32 mask);
   PTXEMU_HANDLER(exec_tensormap_replace);
   PTXEMU_HANDLER(exec_tensormap_copy);
   PTXEMU_HANDLER(exec_clc_try_cancel);

@@ -2,6 +2,8 @@
 #include "races.hpp"
 
 #include <algorithm>
+#include <iterator>
+#include <set>
 
 #include "machine.hpp"
 
@@ -48,7 +50,23 @@ void RaceDetector::add_warp(Warp& warp) {
   now.base.back() = 1;
 }
 
-void RaceDetector::remove_cluster(Cluster const& cluster) { states_.erase(&cluster); }
+void RaceDetector::remove_cluster(Cluster const& cluster) {
+  std::set<int> useful;
+  for (auto const& [cta, memory] : state(cluster).memory) {
+    for (auto const& [line, fenced] : memory.fenced) {
+      for (size_t i = 0; i < memory.matters.size(); ++i) {
+        if ((fenced[i] & memory.matters[i]) != 0) {
+          useful.insert(line);
+          break;
+        }
+      }
+    }
+  }
+  for (int line : useful) {
+    ++useful_[line];
+  }
+  states_.erase(&cluster);
+}
 
 u32 RaceDetector::clock_of(Warp const& warp) { return self(warp).now.base[warp.race_id]; }
 
@@ -143,10 +161,35 @@ void RaceDetector::fence(Warp const& warp) {
   advance(warp);
 }
 
-void RaceDetector::fence_proxy(Warp const& warp) {
+void RaceDetector::fence_proxy(Warp const& warp, int line) {
   Known& now = self(warp).now;
+  if (trace_) {
+    note_fence(warp, line);
+  }
   join(now.proxy, now.base);
   advance(warp);
+}
+
+void RaceDetector::note_fence(Warp const& warp, int line) {
+  State& s = state(warp);
+  Known const& now = s.warps[warp.race_id].now;
+  auto const is_new = [&](auto const& entries) {
+    return std::any_of(std::begin(entries), std::end(entries), [&](Entry const& entry) {
+      return entry.clock != 0 && at(now.base, entry.warp) >= entry.clock &&
+             at(now.proxy, entry.warp) < entry.clock;
+    });
+  };
+  for (auto& [cta, memory] : s.memory) {
+    std::vector<u8>& fenced = memory.fenced[line];
+    fenced.resize(memory.words.size());
+    memory.matters.resize(memory.words.size());
+    for (size_t i = 0; i < memory.words.size(); ++i) {
+      if (memory.touched[i * 4 / kChunk] != 0) {
+        Word const& word = memory.words[i];
+        fenced[i] |= (is_new(word.writers) ? kWritten : 0) | (is_new(word.readers) ? kRead : 0);
+      }
+    }
+  }
 }
 
 void RaceDetector::fence_inits(Warp const& warp) {
@@ -267,6 +310,12 @@ char const* RaceDetector::async_access(Warp const& warp, Cta const& cta, u32 low
   Known const& now = s.warps[warp.race_id].now;
   Memory& m = memory(s, cta);
   high = std::min(high, cta.shared_end);
+  if (trace_ && high > low) {
+    m.matters.resize(m.words.size());
+    for (u32 i = low / 4; i < (high + 3) / 4; ++i) {
+      m.matters[i] |= kWritten | (is_write && fenced_reads ? kRead : 0);
+    }
+  }
   for (u32 unit = low / kUnit; unit * kUnit < high; ++unit) {
     if (m.async_writes[unit] > now.base[kEngine]) {
       return "written by an asynchronous operation whose completion the warp has not acquired";

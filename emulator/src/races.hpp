@@ -39,6 +39,9 @@ enum class Order { kFull, kRelaxed };
 /// ordered, and a word remembers only a few of its readers and writers.
 class RaceDetector {
  public:
+  /// trace: useful_fences() is wanted, which takes time.
+  explicit RaceDetector(bool trace = false) : trace_(trace) {}
+
   void add_warp(Warp& warp);
   void remove_cluster(Cluster const& cluster);
 
@@ -57,9 +60,9 @@ class RaceDetector {
   bool init_is_ordered(Warp const& warp, Cta const& cta, u32 offset, bool async);
 
   // Fences.
-  void fence(Warp const& warp);        // fence.acq_rel, .sc, .release, .acquire; membar
-  void fence_proxy(Warp const& warp);  // fence.proxy.async of shared memory
-  void fence_inits(Warp const& warp);  // fence.mbarrier_init
+  void fence(Warp const& warp);                  // fence.acq_rel, .sc, .release, .acquire; membar
+  void fence_proxy(Warp const& warp, int line);  // fence.proxy.async of shared memory, at a line of the PTX
+  void fence_inits(Warp const& warp);            // fence.mbarrier_init
   void fence_tcgen05_before(Warp const& warp);
   void fence_tcgen05_after(Warp const& warp);
 
@@ -68,6 +71,10 @@ class RaceDetector {
   /// shared memory.
   void start(Warp const& warp, AsyncOperation const& operation, bool is_commit = false);
   void finish(AsyncOperation const& operation, Cta const& cta, u32 offset);
+
+  /// How many clusters have fences.proxy.async that are the first to order an access of threads to a word
+  /// before an operation of the async proxy on that word, by the line of the fence; of clusters that ended.
+  std::map<int, u64> const& useful_fences() const { return useful_; }
 
   /// Records an access of a thread. Returns what it races with, or null. Two `atomic` accesses do not race.
   char const* access(Warp const& warp, Cta const& cta, u32 offset, u32 bytes, bool is_write, bool atomic);
@@ -123,6 +130,7 @@ class RaceDetector {
     u32 write_clock = 0, read_clock = 0;
     u16 writer = 0, reader = 0;
   };
+  static constexpr u8 kWritten = 1, kRead = 2;
   static constexpr u32 kUnit = 16;    // asynchronous operations write units of 16 bytes
   static constexpr u32 kChunk = 128;  // bytes for which threads' accesses are noted in one flag
   struct Memory {                     // of a CTA
@@ -130,6 +138,10 @@ class RaceDetector {
     std::vector<u32> async_writes;  // by unit: the clock of the engine at its last asynchronous write
     std::vector<u8> touched;        // by chunk: whether threads have accessed it
     std::vector<TmemCell> tmem;     // [column][quarter]
+    // With trace_, by word: whether accesses of threads (kWritten, kRead) matter to an operation of the async
+    // proxy, and those which the fence.proxy.async of a line was the first to order.
+    std::vector<u8> matters;
+    std::map<int, std::vector<u8>> fenced;
   };
   struct MapState {
     Entry changed;
@@ -157,6 +169,7 @@ class RaceDetector {
   static u32 at(Clock const& clock, u16 warp) { return warp < clock.size() ? clock[warp] : 0; }
   u32 clock_of(Warp const& warp);
   void advance(Warp const& warp);
+  void note_fence(Warp const& warp, int line);
   void release(Warp const& warp, Known& released, Order order);
   void acquire(Warp const& warp, Known const& acquired, Order order);
   template <int N>
@@ -164,6 +177,8 @@ class RaceDetector {
   template <int N>
   static void record(Entry (&entries)[N], Clock const& clock, Entry const& entry);
 
+  bool trace_;
+  std::map<int, u64> useful_;
   std::unordered_map<Cluster const*, State> states_;
   std::unordered_map<u64, Issued> operations_;  // by AsyncOperation::id
 };

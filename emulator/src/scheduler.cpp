@@ -21,7 +21,7 @@ Machine::Machine(Launch const& launch, Session& session, std::function<void()> r
       random_(session.options.seed),
       executed_(kernel_.code.size()) {
   if (session.options.detect_races != 0) {
-    races_ = std::make_unique<RaceDetector>();
+    races_ = std::make_unique<RaceDetector>(session.options.trace_fences != 0);
   }
 }
 
@@ -31,6 +31,11 @@ Machine::~Machine() {
   session_.statistics.stolen_clusters += stolen_;
   session_.statistics.unread_stores_at_exit += unread_stores_;
   session_.statistics.cover(kernel_, executed_);
+  if (races_ != nullptr) {
+    for (auto const& [line, count] : races_->useful_fences()) {
+      session_.statistics.add_useful(kernel_, line, count);
+    }
+  }
 }
 
 void Machine::run() {

@@ -72,21 +72,24 @@ std::string Statistics::json() const {
     }
     out << '}';
   }
-  out << ", \"lines\": {";
-  char const* separator = "";
-  for (auto const& [kernel, lines] : lines_) {
-    out << separator;
-    write_string(out, kernel);
-    out << ": {";
-    char const* comma = "";
-    for (auto const& [line, count] : lines) {
-      out << comma << '"' << line << "\": " << count;
-      comma = ", ";
+  for (auto const& [name, kernels] : {std::pair("lines", &lines_), std::pair("useful", &useful_)}) {
+    out << ", \"" << name << "\": {";
+    char const* separator = "";
+    for (auto const& [kernel, lines] : *kernels) {
+      out << separator;
+      write_string(out, kernel);
+      out << ": {";
+      char const* comma = "";
+      for (auto const& [line, count] : lines) {
+        out << comma << '"' << line << "\": " << count;
+        comma = ", ";
+      }
+      out << '}';
+      separator = ", ";
     }
     out << '}';
-    separator = ", ";
   }
-  out << "}}";
+  out << '}';
   return out.str();
 }
 

@@ -18,6 +18,8 @@ class Statistics {
   /// Adds the instructions of a launch; `counts` holds how often each instruction of the kernel executed.
   /// Tests of coverage and the mutation tool read which lines were reached.
   void cover(Kernel const& kernel, std::vector<u64> const& counts);
+  /// A fence or a wait of the kernel has ordered an access; README.md says what that means.
+  void add_useful(Kernel const& kernel, int line, u64 count = 1) { useful_[kernel.name][line] += count; }
   std::string json() const;  // one line
   void reset();
 
@@ -29,6 +31,7 @@ class Statistics {
  private:
   std::map<std::string, std::map<std::string, u64>> sets_;  // category -> name -> times
   std::map<std::string, std::map<int, u64>> lines_;         // kernel -> PTX line -> times
+  std::map<std::string, std::map<int, u64>> useful_;        // likewise
 };
 
 /// The emulator of the process.

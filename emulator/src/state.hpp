@@ -118,6 +118,7 @@ struct BulkGroups {
   using Flag = std::shared_ptr<bool>;
   std::vector<std::vector<Flag>> committed;  // oldest first
   std::vector<Flag> open;                    // stores since the last commit_group
+  size_t waited_read = 0, waited = 0;        // groups that a wait has completed, with and without .read
 };
 
 /// A tcgen05.ld that has been issued and is not complete yet.

@@ -109,17 +109,7 @@ def dense(
         }
         if not by_name[activation].is_gated:
             problem.vectors["c"], problem.beta = (numbers((m, n), gen) * 8).to(dtype), 0.5
-    want[:, :columns] = reference.gemm(
-        a,
-        b,
-        problem.scale_a,
-        problem.scale_b,
-        alpha=problem.alpha,
-        out_dtype=dtype,
-        activation=problem.activation,
-        beta=problem.beta,
-        **problem.vectors,
-    )
+    want[:, :columns] = computed(problem, dtype)
     return problem
 
 
@@ -170,9 +160,7 @@ def grouped_ragged_m(
         }
         if not by_name[activation].is_gated:
             problem.vectors["c"], problem.beta = (numbers((m, n), gen) * 8).to(dtype), 0.5
-    out = poisoned((m, columns), dtype)
-    reference_of(problem, out)
-    want[:, :columns] = out
+    want[:, :columns] = computed(problem, dtype)
     return problem
 
 
@@ -215,14 +203,18 @@ def grouped_ragged_k(
             "alpha_col": numbers((n,), gen),
             "c": (numbers((groups, m, n), gen) * 8).to(dtype),
         }
-    out = poisoned((groups, m, n), dtype)
-    reference_of(problem, out)
-    want[:, :, :n] = out
+    want[:, :, :n] = computed(problem, dtype)
     return problem
 
 
-def reference_of(problem: Problem, out: Tensor) -> None:
-    """Writes the CPU reference's result of a grouped problem to out."""
+def computed(problem: Problem, dtype: torch.dtype) -> Tensor:
+    """The CPU reference's D of a problem, in this type; rows of no group are poisoned."""
+    activation = next(name for name, number in capi.ACTIVATIONS.items() if number == problem.activation)
+    rows = (*problem.want.shape[:-1], columns_of_d(problem.n, activation))
+    vectors = dict(problem.vectors)
+    if "c" in vectors:
+        vectors["c"] = vectors["c"].to(dtype)
+    out = poisoned(rows, dtype)
     reference.gemm_out(
         problem.a,
         problem.b,
@@ -233,8 +225,9 @@ def reference_of(problem: Problem, out: Tensor) -> None:
         activation=problem.activation,
         beta=problem.beta,
         out=out,
-        **problem.vectors,
+        **vectors,
     )
+    return out
 
 
 def with_prepacked(problem: Problem, tokens: torch.dtype) -> Problem:

@@ -178,8 +178,20 @@ class Call:
         if "alpha_groups" in p.vectors:
             args.alpha_groups = self._put(p.vectors["alpha_groups"])
         if "c" in p.vectors:
-            args.c, args.c_row_stride = self._put(p.vectors["c"]), p.n
+            args.c, args.c_row_stride = self._put_c(p.vectors["c"])
         return args
+
+    def _put_c(self, c: Tensor) -> tuple[int, int]:
+        """The address and row stride of a C whose pads, and rows of no group, were never written."""
+        p = self.problem
+        stride = c.shape[-1] + 16
+        array = self.session.emulator.empty((*c.shape[:-1], stride), c.dtype)
+        self.arrays.append(array)
+        array.torch()[..., : c.shape[-1]] = c
+        rows = c.shape[:-1].numel() if p.offs is None or p.is_ragged_k else int(p.offs[-1])
+        for row in range(rows):
+            array.mark_written(row * stride, c.shape[-1])
+        return array.pointer, stride
 
     def launch(self) -> int:
         """Launches and returns the status. The first call allocates a workspace of the required size."""

@@ -34,8 +34,8 @@ def test_faults_in_the_ptx_are_noticed(
 ) -> None:
     """A small sample with a low threshold; docs/blackwell.md has the score and explains survivors."""
     table = mutants.ptx_score(sessions.of(kernel), kernel.name, kind, 16, tmp_path)
-    assert table.total == 16
-    assert sum(table.killed.values()) >= 6, table.summary()
+    assert table.total + len(table.equivalent) == 16
+    assert sum(table.killed.values()) >= {"sync": 6, "alu": 0.8 * table.total}[kind], table.summary()
 
 
 @pytest.mark.parametrize("kernel", built(DENSE[0]))
