@@ -61,7 +61,7 @@ def quantize_case(
     """A case of fp4gemm.quantize with these options; ``given``: the tensor's amax is an argument."""
     m, k = shape
     rows, width = (m, k) if axis == -1 else (k, m)  # rows and row length of the result
-    arguments = operator_arguments(options)
+    arguments = operator_arguments({**options, "stochastic": stochastic})
     per_row = arguments.pop("per_row")
 
     def call(inputs: Inputs) -> object:
@@ -147,6 +147,8 @@ def mode_cases(shape: tuple[int, int]) -> tuple[Case, ...]:
         one("tensor 4over6 mse, amax given", given=True, four_over_six="mse", **tensor),
         one("row stochastic", stochastic=True),
         one("row hadamard bf16", hadamard="bf16"),
+        one("row hadamard fp32, stochastic", hadamard="fp32", stochastic=True),
+        one("row eden", encode="eden", hadamard="fp32", stochastic=True),
         one("axis 0 row", axis=0),
         one(
             "axis 0 tensor hadamard bf16, amax given",

@@ -19,6 +19,7 @@ from typing import Any
 
 import fp4gemm
 import torch
+from fp4gemm.reference.eden import drawn_signs
 from torch import Tensor
 
 from .library import SIGNS
@@ -64,6 +65,7 @@ def modes() -> tuple[Mode, ...]:
         Mode("row, Hadamard bf16", {"hadamard": "bf16"}),
         Mode("row, Hadamard fp32", {"hadamard": "fp32"}),
         Mode("row, stochastic", {"stochastic": True}),
+        Mode("row, eden", {"encode": "eden", "hadamard": "fp32", "stochastic": True}),
         Mode("MXFP8 e4m3", mxfp8=True),
     )
 
@@ -78,14 +80,17 @@ def rotated(x: Tensor, signs: int = SIGNS) -> Tensor:
 
 def relative_error(mode: Mode, x: Tensor) -> float:
     """|x^ - x| / |x| of one tensor (m, k)."""
+    signs = SIGNS
     if mode.mxfp8:
         found = fp4gemm.dequantize(fp4gemm.quantize_mxfp8(x))
     else:
         options = dict(mode.options)
         if options.get("stochastic"):
             options["rng_state"] = torch.tensor([SEED, 0], dtype=torch.int64, device=x.device)
+        if options.get("encode") == "eden":
+            signs ^= int(drawn_signs(options["rng_state"]))
         found = fp4gemm.dequantize(fp4gemm.quantize(x, **options))
-    exact = rotated(x) if "hadamard" in mode.options else x.double()
+    exact = rotated(x, signs) if "hadamard" in mode.options else x.double()
     return float((found.double() - exact).norm() / exact.norm())
 
 

@@ -87,22 +87,25 @@ def quantize(
             a negative amax and NaN; on a GPU the values are not checked.
         encode: "te": e as defined above. "te_per_token": e = min(fl(S / s), FMAX), and 0 where s = 0, as in
             TransformerEngine's pull request #3045 (without its floor under A): the same scales, and other
-            codes for about 1e-4 of the elements.
+            codes for about 1e-4 of the elements. "eden", for gradients, with hadamard "fp32" and stochastic:
+            the rotation has random signs, codes are rounded to nearest, and each block scale is multiplied
+            by the ratio that gives the block the right projection on x and rounded stochastically
+            (docs/quantization.md). Operands of a product need the seed of one rng_state.
         four_over_six: "mae" or "mse": each block is also tried with its maximum at 4, and kept so where the
             sum of the absolute ("mae") or squared ("mse") errors is smaller. TransformerEngine's 4over6.
         four_over_six_error: "exact": the error in units of x; "fast": in the scaled domain. Omitted without
             four_over_six.
-        e4m3_max: the bound B of the block scales; 2688 above is 6 * B. None is 256 with four_over_six or
-            scale_search, else 448. 256 needs one of them. :func:`fp4gemm.mm` multiplies operands of either
-            bound.
+        e4m3_max: the bound B of the block scales; 2688 above is 6 * B. None is 256 with four_over_six,
+            scale_search or encode "eden", else 448. 256 needs one of them. :func:`fp4gemm.mm` multiplies
+            operands of either bound.
         hadamard: "bf16" or "fp32": each 16 elements along the direction of the blocks are first multiplied by
             the signs and by the 16x16 Hadamard matrix / 4, in float32, and then rounded to bfloat16
             (TransformerEngine's default) or not (#3045). If both operands are rotated with the same signs,
             their product is that of the unrotated operands up to rounding.
         hadamard_signs: bit r set negates element r of 16. Omitted without hadamard.
         stochastic: True rounds codes up or down at random, in steps of 1/256 of the distance; scales are
-            rounded to nearest. Each block has one draw of Philox4x32-10, keyed by the state and the position
-            of the block.
+            rounded to nearest. With encode "eden" it is the other way round. Each block has one draw of
+            Philox4x32-10, keyed by the state and the position of the block.
         generator: draws the state on the device of x; None is torch's default generator. Safe in CUDA graphs.
             Under torch.compile it must be None (pass rng_state there).
         rng_state: int64 (2,), {seed, offset}, on the device of x: the state itself, instead of a generator,
@@ -139,12 +142,13 @@ def quantize(
     Raises:
         TypeError: an argument has another Python type or dtype.
         ValueError: an argument has another rank, size, device or value; e4m3_max=256 without four_over_six
-            and scale_search; four_over_six_error without four_over_six; importance or fp8_operand without
+            and scale_search; encode "eden" without hadamard "fp32" or stochastic, or with e4m3_max=448;
+            four_over_six_error without four_over_six; importance or fp8_operand without
             scale_search; hadamard_signs without hadamard; generator or rng_state without stochastic, or both
             of them.
         NotImplementedError: scale_search or rows with an option that it excludes; block (16, 16) with scaling
-            "row", encode "te_per_token", hadamard, stochastic, offs or decoded; four_over_six with encode
-            "te_per_token", hadamard or stochastic; x requires grad while grad mode is on; the device has no
+            "row", another encode than "te", hadamard, stochastic, offs or decoded; four_over_six with another
+            encode than "te", hadamard or stochastic; x requires grad while grad mode is on; the device has no
             kernel.
     """
     return _fast.quantize(x, decoded, options, _checked)
@@ -180,7 +184,7 @@ def _checked(x: Tensor, decoded: bool, options: Mapping[str, Any]) -> NVFP4Tenso
             raise ValueError(f"rows: got {_checks.describe(gathered)}, must be None for x of rank 3")
         option_checks.gather_rows(gathered, x.device)
     ready(x, "quantize")
-    signs = values["hadamard_signs"] if arguments["hadamard"] else None
+    signs = option_checks.signs_of(values)
     offs_dim = 0 if offs is None or is_ragged_m else 1
     if decoded:
         if stack_size:
@@ -246,7 +250,7 @@ def quantize_both(x: Tensor, **options: Unpack[QuantizeBothKeywords]) -> tuple[N
 
     Raises:
         TypeError, ValueError, NotImplementedError: as for :func:`quantize`; ValueError if only one of amax
-            and amax_t is given.
+            and amax_t is given; NotImplementedError for encode "eden".
     """
     x = _checks.readable_rows(x)
     stack_size, rows = stacks.stack_input(x, "fp4gemm.quantize_both")
@@ -282,7 +286,7 @@ def quantize_both(x: Tensor, **options: Unpack[QuantizeBothKeywords]) -> tuple[N
             # The operator repeats the amax of a group for its rows; others it does not return.
             first = first if groups and not per_row else (*first[:2], amax)
             second = (*second[:2], amax_t)
-    signs = values["hadamard_signs"] if arguments["hadamard"] else None
+    signs = option_checks.signs_of(values)
     return (
         NVFP4Tensor._trusted(*first, call.e4m3_max, offs)._made_of(values["offs"]),
         NVFP4Tensor._trusted(*second, call.e4m3_max, offs, signs, 1 if groups else 0)._made_of(

@@ -11,7 +11,7 @@ import torch
 from calls import FEW_SCHEDULES, Memory, check, parts_out, rows_in
 from fp4gemm import layout, reference
 from helpers import KINDS, make, short
-from modes import FEW, GROUPED_MODES, MODES, Mode, by_name, expected
+from modes import EDEN, FEW, GROUPED_MODES, MODES, Mode, by_name, expected
 from session import ARCHS, SCHEDULES, Session, Sessions
 from torch import Tensor
 
@@ -84,6 +84,18 @@ def test_modes(session: Session, mode: Mode) -> None:
     check_quantize(session, x, mode, column=expected(x, mode, 0))
     both = reference.quantize_both(x, None, None, **mode.operator())
     check_quantize(session, x, mode, row=both[:3], column=both[3:])
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=short)
+@pytest.mark.parametrize("mode", EDEN, ids=by_name)
+def test_eden(session: Session, mode: Mode, dtype: torch.dtype) -> None:
+    """Corrected scales, along rows, along columns and in groups of either."""
+    x = rows_of_every_kind(dtype)
+    check_quantize(session, x, mode, row=expected(x, mode))
+    check_quantize(session, x, mode, column=expected(x, mode, 0))
+    offs = torch.tensor([0, 30, 30, x.shape[0] - 3], dtype=torch.int32)
+    check_quantize(session, x, mode, offs=offs, row=expected(x, mode, offs=offs))
+    check_quantize(session, x, mode, offs=offs, column=expected(x, mode, 0, offs=offs))
 
 
 @pytest.mark.parametrize("dtype", FLOATS[1:], ids=short)

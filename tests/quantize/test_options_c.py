@@ -100,6 +100,23 @@ def test_one_option_is_accepted(name: str) -> None:
     assert answer(**fields) == answer()
 
 
+EDEN = {"encode": 2, "hadamard": 2, "e4m3_max": 256, "rng_state": ADDRESS}
+
+
+def test_eden_needs_what_the_table_says() -> None:
+    """test_one_option_is_accepted has another encode."""
+    assert set(option_checks.EDEN_NEEDS) == {"hadamard", "stochastic", "e4m3_max"}
+    for more in ({}, {"axis": 0}, {"scaling": SCALING_TENSOR}, {"decoded": ADDRESS}, FIELDS["offs"]):
+        assert answer(**EDEN, **more) == answer()
+    assert "hadamard: is 1, must be FP4GEMM_HADAMARD_FP32" in answer(**{**EDEN, "hadamard": 1})
+    assert "rng_state: is null, must be given" in answer(**{**EDEN, "rng_state": None})
+    assert "e4m3_max: is 448, must be 256" in answer(**{**EDEN, "e4m3_max": 448})
+    assert "four_over_six: requires FP4GEMM_ENCODE_TE" in answer(**EDEN, four_over_six=1)
+    assert "block_rows: is 16" in answer(**EDEN, **FIELDS["block"], **FIELDS["scaling"])
+    assert "x_rows: requires" in answer(**EDEN, **FIELDS["rows"])
+    assert "encode: is 3, must be a fp4gemm_encode_t" in answer(**{**EDEN, "encode": 3})
+
+
 @pytest.mark.parametrize("name", FIELDS)
 def test_fp8_is_alone_but_for_groups_and_rows(name: str) -> None:
     """quantize_fp8 has no keyword but offs; C has x_rows too, for the tokens of experts."""

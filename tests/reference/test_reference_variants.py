@@ -77,6 +77,8 @@ def test_columns_are_the_rows_of_the_transpose(mode: str, gen: torch.Generator) 
         else:
             want = expected(x.t(), replace(options, offset=options.offset + 1))
         assert_parts(got, want, kind)
+        if options.eden:  # for one direction alone
+            continue
         both = reference.quantize_both(x, None, None, **arguments(options))
         rows = quantized(x, options, hadamard=0, signs=0)
         assert_parts(both, (*rows, *got), f"{kind}, both")

@@ -129,7 +129,7 @@ add(V, "e4m3_max", "none", lambda: None, TYPE, "got None (NoneType), must be 448
 H = "NVFP4Tensor DecodedTensor"
 add(H, "hadamard_signs", "type", lambda: "0xD7E8", TYPE, "got '0xD7E8' (str), must be an int")
 add(H, "hadamard_signs", "negative", lambda: -1, VALUE, "got -1, must be at least 0")
-add(H, "hadamard_signs", "large", lambda: 0x10000, VALUE, "got 65536, must be at most 0xFFFF")
+add(H, "hadamard_signs", "large", lambda: 0x20000, VALUE, "got 131072, must be at most 0x1FFFF")
 G = "NVFP4Tensor reference.dequantize"
 add(f"{G} DecodedTensor", "offs", "type", lambda: [5, 33], TYPE, "got [5, 33] (list), must be a torch.Tensor")
 add(G, "offs", "int64", lambda: ends(5, M, dtype=torch.int64), TYPE, "dtype is torch.int64, must be")

@@ -61,7 +61,7 @@ add_together("quantize", "decoded-block", lambda: {"decoded": True, **TILES}, NO
 D = "reference.quantize_decoded"
 add(D, "per_row", "type", lambda: "row", TYPE, "got 'row' (str), must be True or False")
 for argument, wanted in (
-    ("encode", "0 or 1"),
+    ("encode", "0, 1 or 2"),
     ("four_over_six", "0, 1 or 2"),
     ("hadamard", "0, 1 or 2"),
     ("e4m3_max", "448 or 256"),

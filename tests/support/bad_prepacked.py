@@ -148,7 +148,7 @@ repeated(
         ("e4m3_max-value", 240, VALUE, "got 240, must be 448 or 256"),
         ("e4m3_max-type", None, TYPE, "got None (NoneType), must be 448 or 256"),
         ("hadamard_signs-type", 1.5, TYPE, "got 1.5 (float), must be an int"),
-        ("hadamard_signs-large", 1 << 16, VALUE, "must be at most 0xFFFF"),
+        ("hadamard_signs-large", 1 << 17, VALUE, "must be at most 0x1FFFF"),
     ],
 )
 for size, says in (((2, 23), "shape is (2, 23), must be (2, 24) or (2, 1)"), ((2,), "shape is (2,)")):

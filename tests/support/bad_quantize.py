@@ -90,7 +90,7 @@ add("quantize quantize_mxfp8", "axis", "low", lambda: -2, VALUE, "got -2, must b
 Q = "quantize quantize_both"
 for argument, wanted in (
     ("scaling", "'row' or 'tensor'"),
-    ("encode", "'te' or 'te_per_token'"),
+    ("encode", "'te', 'te_per_token' or 'eden'"),
     ("four_over_six_error", "'exact' or 'fast'"),
 ):
     add(Q, argument, "value", lambda: "block", VALUE, f"got 'block', must be {wanted}")
@@ -113,12 +113,36 @@ add(Q, "hadamard_signs", "large", lambda: 0x10000, VALUE, "got 65536, must be at
 add(Q, "stochastic", "type", lambda: 1, TYPE, "got 1 (int), must be True or False")
 add(Q, "stochastic", "none", lambda: None, TYPE, "got None (NoneType), must be True or False")
 
+EDEN = {"encode": "eden", "hadamard": "fp32", "stochastic": True}
+for kind, changed in (
+    ("hadamard None", {"hadamard": None}),
+    ("hadamard 'bf16'", {"hadamard": "bf16"}),
+    ("stochastic False", {"stochastic": False}),
+    ("e4m3_max 448", {"e4m3_max": 448}),
+):
+    add_together(
+        "quantize",
+        f"eden-{kind}",
+        lambda changed=changed: {**EDEN, **changed},
+        VALUE,
+        f"got 'eden' with {kind}; 'eden' needs hadamard 'fp32', stochastic True, e4m3_max 256",
+        "encode",
+    )
+add_together(
+    "quantize_both",
+    "eden",
+    lambda: EDEN,
+    NOT,
+    "got 'eden', must be 'te' or 'te_per_token'",
+    "encode",
+)
+
 # Options by number.
 R = "reference.quantize reference.quantize_both"
 add(R, "per_row", "type", lambda: "row", TYPE, "got 'row' (str), must be True or False")
 for argument, wanted in (
     ("block_rows", "1 or 16"),
-    ("encode", "0 or 1"),
+    ("encode", "0, 1 or 2"),
     ("four_over_six", "0, 1 or 2"),
     ("hadamard", "0, 1 or 2"),
     ("e4m3_max", "448 or 256"),
@@ -130,6 +154,16 @@ add(R, "signs", "type", lambda: None, TYPE, "got None (NoneType), must be an int
 add(R, "signs", "range", lambda: 65536, VALUE, "got 65536, must be 0 to 0xFFFF")
 add(R, "signs", "alone", lambda: 3, VALUE, "got 3, must be 0 without hadamard")
 add(R, "e4m3_max", "alone", lambda: 256, VALUE, "got 256, must be 448 without four_over_six")
+EDEN_NUMBERS = {"encode": 2, "hadamard": 2, "e4m3_max": 256, "rng_state": STATE}
+for kind, changed, name, says in (
+    ("eden-hadamard", {"hadamard": 1}, "hadamard", "got 1, must be 2 with encode 2"),
+    ("eden-e4m3_max", {"e4m3_max": 448}, "e4m3_max", "got 448, must be 256 with encode 2"),
+    ("eden-rng_state", {"rng_state": None}, "rng_state", "got None, must be a tensor with encode 2"),
+):
+    add_together(R, kind, lambda changed=changed: {**EDEN_NUMBERS, **changed}, VALUE, says, name)
+add_together(
+    "reference.quantize_both", "eden", lambda: EDEN_NUMBERS, NOT, "got 2, must be 0 or 1 for both", "encode"
+)
 for kind, changed, name in (
     ("per_row-tiles", {"block_rows": 16}, "per_row"),
     ("encode-tiles", {"block_rows": 16, "per_row": False, "encode": 1}, "encode"),
@@ -138,6 +172,7 @@ for kind, changed, name in (
     ("encode-four_over_six", {"four_over_six": 1, "encode": 1}, "encode"),
     ("hadamard-four_over_six", {"four_over_six": 2, "hadamard": 2}, "hadamard"),
     ("rng_state-four_over_six", {"four_over_six": 2, "rng_state": STATE}, "rng_state"),
+    ("encode-eden-four_over_six", {**EDEN_NUMBERS, "four_over_six": 1}, "encode"),
 ):
     add_together(R, kind, lambda changed=changed: changed, NOT, "must be", name)
 add_together(

@@ -62,7 +62,7 @@ add(S, "block_rows", "value", lambda: 8, VALUE, "got 8, must be 1 or 16")
 add_together(
     S, "rows-one", lambda: {"block_rows": 1}, NOT, "got True, must be False with block_rows 1", "rows"
 )
-add(S, "encode", "value", lambda: 2, VALUE, "got 2, must be 0 or 1")
+add(S, "encode", "value", lambda: 7, VALUE, "got 7, must be 0, 1 or 2")
 add(S, "encode", "squares", lambda: 1, NOT, "got 1, must be 0 (te) with block_rows 16")
 add(S, "hadamard", "value", lambda: 3, VALUE, "got 3, must be 0, 1 or 2")
 add(S, "hadamard", "squares", lambda: 1, NOT, "got 1, must be 0 with block_rows 16")

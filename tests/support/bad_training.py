@@ -97,7 +97,7 @@ add(C, "four_over_six_error", "value", lambda: "slow", VALUE, "got 'slow', must 
 add(C, "four_over_six_error", "alone", lambda: "fast", VALUE, "must be omitted without four_over_six")
 add(C, "four_over_six", "value", lambda: "max", VALUE, "got 'max', must be None, 'mae' or 'mse'")
 add(C, "e4m3_max", "value", lambda: 240, VALUE, "got 240, must be None, 448 or 256")
-add(C, "encode", "value", lambda: "torchao", VALUE, "got 'torchao', must be 'te' or 'te_per_token'")
+add(C, "encode", "value", lambda: "torchao", VALUE, "got 'torchao', must be 'te', 'te_per_token' or 'eden'")
 add(C, "source", "value", lambda: "columnwise", VALUE, "got 'columnwise', must be 'original' or 'rowwise'")
 add(C, "source", "type", lambda: None, TYPE, "got None (NoneType), must be 'original' or 'rowwise'")
 

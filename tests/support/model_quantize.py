@@ -25,7 +25,10 @@ F = np.float32
 
 @dataclass(frozen=True)
 class Mode:
-    """A variant. ``adaptive``: "mae" or "mse" for four over six; ``rotation``: "bf16" or "fp32"."""
+    """A variant. ``adaptive``: "mae" or "mse" for four over six; ``rotation``: "bf16" or "fp32".
+
+    ``eden``: the encode of that name, which has a seed, the rotation "fp32" and the bound 256.
+    """
 
     scaling: str = "row"
     tiles: bool = False
@@ -37,6 +40,12 @@ class Mode:
     signs: int = 0
     seed: int | None = None
     offset: int = 0
+    eden: bool = False
+
+    @property
+    def sign_bits(self) -> int:
+        drawn = (self.seed or 0) * 0x9E3779B97F4A7C15 % 2**64 >> 48
+        return self.signs ^ drawn if self.eden else self.signs
 
 
 def to_bf16(x: np.ndarray) -> np.ndarray:
@@ -129,6 +138,26 @@ def adaptive_cast(
     return np.where(np.repeat(four, 16, axis=1), codes_4, codes_6), np.where(four, scales_4, scales_6)
 
 
+def eden_cast(
+    x: np.ndarray, block_amax: np.ndarray, s: np.ndarray, mode: Mode
+) -> tuple[np.ndarray, np.ndarray]:
+    """Codes to nearest, 0..15 (m, k), and corrected scales rounded stochastically, bytes (m, k/16)."""
+    m, k = x.shape
+    values = e4m3_values()[:127]
+    wide = values[encode_e4m3(np.fmin(block_amax * (s * F(0.1646875)), F32_MAX))].astype(F)
+    z = x * np.repeat(np.fmin(F(1) / (wide * (F(1) / s)), F32_MAX), 16, axis=1)
+    codes = encode_e2m1(z)
+    q = np.where(codes >= 8, -E2M1[codes & 7], E2M1[codes & 7]).astype(F)
+    squares, products = (folded([t[:, i::16] for i in range(16)]) for t in (z * z, z * q))
+    exact = np.where(wide == 0, F(0), np.fmin(wide * (squares / products), F(448))).astype(np.float64)
+    lower = np.searchsorted(values, exact, side="right") - 1
+    width = np.diff(np.append(values, 2 * values[-1]))[lower]
+    random = random_bytes(mode.seed or 0, mode.offset, m, k // 16).reshape(m, -1, 16)
+    low = (random[..., 0] | random[..., 1] << 8 | random[..., 2] << 16) & 0xFFFFF
+    is_up = np.rint((exact - values[lower]) / width * 2**20) + low >= 2**20
+    return codes, (lower + is_up).astype(np.uint8)
+
+
 def quantize(
     x: np.ndarray, mode: Mode, amax: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -139,7 +168,7 @@ def quantize(
     m, k = x.shape
     with np.errstate(all="ignore"):
         if mode.rotation:
-            x = rotate(x, mode.signs, mode.rotation == "bf16")
+            x = rotate(x, mode.sign_bits, mode.rotation == "bf16")
         clean = np.where(np.isnan(x), F(0), np.abs(x)).reshape(m, k // 16, 16)
         block_amax = clean.max(axis=2)
         if mode.tiles:
@@ -155,6 +184,8 @@ def quantize(
         s = np.where(s == 0, F(1), s)
         if mode.adaptive:
             codes, scales = adaptive_cast(x, block_amax, s, outer, mode)
+        elif mode.eden:
+            codes, scales = eden_cast(x, block_amax, s, mode)
         else:
             scales = encode_e4m3(np.fmin(block_amax * (s * (F(1) / F(6))), F32_MAX))
             wide = e4m3_values()[scales].astype(F)
@@ -226,7 +257,7 @@ def grouped_columns(
 def group_amax(x: np.ndarray, mode: Mode) -> np.ndarray:
     """The amax of each row of x, or of x for tensor scaling; x may have no columns."""
     with np.errstate(all="ignore"):
-        rotated = rotate(x, mode.signs, mode.rotation == "bf16") if mode.rotation else x
+        rotated = rotate(x, mode.sign_bits, mode.rotation == "bf16") if mode.rotation else x
         rows = np.where(np.isnan(rotated), F(0), np.abs(rotated)).max(axis=1, initial=0)
         return rows if mode.scaling == "row" else rows.max()
 

@@ -99,6 +99,24 @@ def adaptive_modes() -> Iterator[Mode]:
         )
 
 
+# For one direction alone, so that they are no part of MODES, which quantize_both has too.
+EDEN = [
+    mode(
+        f"eden-{signs:x}",
+        {
+            "scaling": scaling,
+            "encode": "eden",
+            "hadamard": "fp32",
+            "hadamard_signs": signs,
+            "stochastic": True,
+        },
+        encode=2,
+        hadamard=2,
+        signs=signs,
+        e4m3_max=256,
+    )
+    for scaling, signs in (("row", SIGNS), ("tensor", 0))
+]
 TILES = mode("tiles", {"scaling": "tensor", "block": (16, 16)}, block_rows=16)
 MODES = [*plain_modes(), *adaptive_modes(), TILES]
 GROUPED_MODES = [m for m in MODES if not m.tiles]

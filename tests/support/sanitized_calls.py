@@ -15,7 +15,7 @@ import argparse
 import fp4gemm
 import torch
 from fp4gemm import training
-from modes import MODES
+from modes import EDEN, MODES
 
 M, N, K = 300, 512, 256
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -28,7 +28,7 @@ def quantizers(device: torch.device) -> int:
     offs = torch.tensor([0, 50, 50, 130], device=device, dtype=torch.int32)
     for dtype in (torch.bfloat16, torch.float16):
         x = torch.randn(144, 160, device=device, dtype=dtype)
-        for mode in MODES:
+        for mode in [*MODES, *EDEN]:
             for axis in (-1, 0):
                 for groups in (None, offs):
                     try:

@@ -22,6 +22,8 @@ MODES = {
     "stochastic-row": Mode("row", seed=1234, offset=7),
     "stochastic-per_token": Mode("tensor", seed=-1, offset=2**63 - 1, per_token=True),
     "stochastic-bf16": Mode("row", seed=2**40, offset=-5, rotation="bf16", signs=0xD7E8),
+    "eden-row": Mode("row", seed=99, offset=3, rotation="fp32", signs=0xD7E8, bound=256, eden=True),
+    "eden-tensor": Mode("tensor", seed=-(2**62), offset=-1, rotation="fp32", bound=256, eden=True),
 } | {
     f"{norm}-{bound}-{'fast' if fast else 'exact'}-{name}": replace(
         mode, adaptive=norm, bound=bound, fast_error=fast
@@ -40,7 +42,7 @@ def arguments(mode: Mode) -> dict[str, Any]:
     return {
         "per_row": mode.scaling == "row",
         "block_rows": 16 if mode.tiles else 1,
-        "encode": int(mode.per_token),
+        "encode": 2 if mode.eden else int(mode.per_token),
         "four_over_six": {None: 0, "mae": 1, "mse": 2}[mode.adaptive],
         "fast_error": mode.fast_error,
         "e4m3_max": mode.bound,

@@ -131,7 +131,8 @@ FP4GEMM_API int fp4gemm_quantize_supported(int arch);
 typedef enum fp4gemm_encode {
   FP4GEMM_ENCODE_TE = 0, /* TransformerEngine >= 2.14: min(1 / (s * (1/S)), FLT_MAX) */
   FP4GEMM_ENCODE_TE_PER_TOKEN =
-      1 /* TransformerEngine's pull request 3045: min(S / s, FLT_MAX), 0 if s is 0 */
+      1,                  /* TransformerEngine's pull request 3045: min(S / s, FLT_MAX), 0 if s is 0 */
+  FP4GEMM_ENCODE_EDEN = 2 /* that of TE, and scales that are corrected and rounded stochastically, below */
 } fp4gemm_encode_t;
 
 /* Whether a block may map its largest magnitude to 4 instead of 6: never, or where that makes the sum of
@@ -191,7 +192,7 @@ typedef struct fp4gemm_quantize_args {
   fp4gemm_encode_t encode;
   fp4gemm_four_over_six_t four_over_six;
   int fast_error;           /* 1: four over six computes the errors in the scaled domain */
-  int e4m3_max;             /* 448, or 256 with four over six */
+  int e4m3_max;             /* 448, or 256 with four over six and with FP4GEMM_ENCODE_EDEN */
   unsigned hadamard_signs;  /* bit r set: element r of a block is negated before the transform */
   const int64_t* rng_state; /* {seed, offset} on the device for stochastic rounding; NULL: to nearest even */
   const int32_t* offs; /* (num_groups) cumulative ends of groups of rows, on the device; NULL: no groups */
@@ -232,6 +233,17 @@ static inline fp4gemm_quantize_args_t fp4gemm_quantize_args_init(void) {
  * rounded away from zero if floor(256 f) + byte >= 256, where f in [0, 1) is the position of the element
  * between its two e2m1 neighbours.
  *
+ * FP4GEMM_ENCODE_EDEN requires FP4GEMM_HADAMARD_FP32, rng_state and e4m3_max = 256, for `row` or `column`
+ * alone. The signs of the transform are hadamard_signs XOR the 16 highest bits of seed * 0x9E3779B97F4A7C15
+ * mod 2^64. Codes are rounded to nearest. With z_i = x_i * e and q_i the value of its code,
+ *
+ *     s    = e4m3( min(a * (S * 0.1646875), FLT_MAX) )
+ *     c    = min(s * (sum z_i * z_i / sum z_i * q_i), 448) , or 0 where s is 0
+ *     scale = e4m3(c), stochastically: floor((bits of fp32 c * 2^-120 + low 20 bits of the draw) / 2^20)
+ *
+ * Each sum is folded by halves: terms 8 apart are added first, then 4, 2 and 1. The low 20 bits are those of
+ * the first word of the draw of the block, as for stochastic rounding.
+ *
  * Groups, `row`: group g has rows offs[g-1] .. offs[g]-1 of x. Its scales begin at the next multiple of 128
  * rows of the scale buffer, which has fp4gemm_grouped_scale_rows rows. Tensor scaling treats each group as a
  * tensor of its own. Rows from offs[num_groups - 1] on get codes and amax of zero. The ends must ascend
@@ -251,8 +263,8 @@ static inline fp4gemm_quantize_args_t fp4gemm_quantize_args_init(void) {
  * 1, q and b 0 to 3): 4 bytes each, transposed as a 4 x 4 matrix, which is the order in which Hopper's
  * kernels multiply. Rows from offs[num_groups - 1] on get codes and amax of zero.
  *
- * Not supported: block_rows = 16 with row scaling, groups, Hadamard, stochastic rounding or the per-token
- * encode; four over six with Hadamard, stochastic rounding or the per-token encode; Hadamard on `row`
+ * Not supported: block_rows = 16 with row scaling, groups, Hadamard, stochastic rounding or another encode
+ * than that of TE; four over six with Hadamard, stochastic rounding or another encode; Hadamard on `row`
  * together with `column`. */
 FP4GEMM_API fp4gemm_status_t fp4gemm_quantize(const fp4gemm_quantize_args_t* args, int device,
                                               fp4gemm_stream_t stream);

@@ -51,7 +51,8 @@ fp4gemm_status_t check_combination(fp4gemm_quantize_args_t const& args) {
   bool const four_over_six = args.four_over_six != FP4GEMM_FOUR_OVER_SIX_NONE;
   bool const rotated =
       args.row.hadamard != FP4GEMM_HADAMARD_NONE || args.column.hadamard != FP4GEMM_HADAMARD_NONE;
-  bool const per_token = args.encode == FP4GEMM_ENCODE_TE_PER_TOKEN;
+  bool const other_encode = args.encode != FP4GEMM_ENCODE_TE;
+  bool const eden = args.encode == FP4GEMM_ENCODE_EDEN;
   bool const wants_column = is_wanted(args.column);
   bool const wants_both = wants_column && is_wanted(args.row);
   bool const is_decoded = args.row.decoded != nullptr || args.column.decoded != nullptr;
@@ -62,12 +63,12 @@ fp4gemm_status_t check_combination(fp4gemm_quantize_args_t const& args) {
     return unsupported("decoded: block_rows is 16, must be 1 where decoded is given");
   }
   if (square && (args.scaling != FP4GEMM_SCALING_TENSOR || args.offs != nullptr || rotated ||
-                 args.rng_state != nullptr || per_token)) {
+                 args.rng_state != nullptr || other_encode)) {
     return unsupported(
         "block_rows: is 16, which requires FP4GEMM_SCALING_TENSOR and FP4GEMM_ENCODE_TE, without groups, "
         "Hadamard and stochastic rounding");
   }
-  if (four_over_six && (rotated || args.rng_state != nullptr || per_token)) {
+  if (four_over_six && (rotated || args.rng_state != nullptr || other_encode)) {
     return unsupported("four_over_six: requires FP4GEMM_ENCODE_TE, without Hadamard and stochastic rounding");
   }
   if (wants_both && args.row.hadamard != FP4GEMM_HADAMARD_NONE) {
@@ -78,8 +79,20 @@ fp4gemm_status_t check_combination(fp4gemm_quantize_args_t const& args) {
                 "column: amax_given is %p, must be that of row, %p, where block_rows is 16",
                 static_cast<void const*>(args.column.amax_given), static_cast<void const*>(amax));
   FP4GEMM_TRY(check_flag("fast_error", args.fast_error));
-  FP4GEMM_CHECK(args.e4m3_max == 448 || four_over_six, "e4m3_max: is %d, must be 448 without four_over_six",
-                args.e4m3_max);
+  FP4GEMM_CHECK(args.e4m3_max == 448 || four_over_six || eden,
+                "e4m3_max: is %d, must be 448 without four_over_six", args.e4m3_max);
+  if (eden && wants_both) {
+    return unsupported("encode: is FP4GEMM_ENCODE_EDEN, which requires row or column alone");
+  }
+  if (eden) {
+    fp4gemm_hadamard_t const hadamard = wants_column ? args.column.hadamard : args.row.hadamard;
+    FP4GEMM_CHECK(hadamard == FP4GEMM_HADAMARD_FP32,
+                  "hadamard: is %d, must be FP4GEMM_HADAMARD_FP32 with FP4GEMM_ENCODE_EDEN",
+                  static_cast<int>(hadamard));
+    FP4GEMM_CHECK(args.rng_state != nullptr, "rng_state: is null, must be given with FP4GEMM_ENCODE_EDEN");
+    FP4GEMM_CHECK(args.e4m3_max == 256, "e4m3_max: is %d, must be 256 with FP4GEMM_ENCODE_EDEN",
+                  args.e4m3_max);
+  }
   FP4GEMM_CHECK(!wants_both || args.scaling != FP4GEMM_SCALING_ROW || args.column.amax_given == nullptr ||
                     args.row.amax_given != nullptr,
                 "row: amax_given is null, must be given if that of column is");
@@ -179,7 +192,7 @@ fp4gemm_status_t check_quantize(fp4gemm_quantize_args_t const* args) {
   FP4GEMM_TRY(check_scaling(args->scaling));
   FP4GEMM_CHECK(args->block_rows == 1 || args->block_rows == 16, "block_rows: is %d, must be 1 or 16",
                 args->block_rows);
-  FP4GEMM_TRY(check_enum("encode", args->encode, FP4GEMM_ENCODE_TE_PER_TOKEN, "a fp4gemm_encode_t"));
+  FP4GEMM_TRY(check_enum("encode", args->encode, FP4GEMM_ENCODE_EDEN, "a fp4gemm_encode_t"));
   FP4GEMM_TRY(check_enum("four_over_six", args->four_over_six, FP4GEMM_FOUR_OVER_SIX_MSE,
                          "a fp4gemm_four_over_six_t"));
   FP4GEMM_CHECK(args->e4m3_max == 448 || args->e4m3_max == 256, "e4m3_max: is %d, must be 448 or 256",

@@ -10,6 +10,7 @@ namespace fp4gemm {
 /// The options of a cast. They are the same for all blocks of a launch.
 struct CastOptions {
   bool te_per_token = false;           // e = S / s, the encode form of TransformerEngine's per-token proposal
+  bool is_eden = false;                // scales are corrected and rounded stochastically
   int64_t const* rng_state = nullptr;  // {seed, offset} in device memory; null: codes are rounded to nearest
   float e4m3_max = 448.0f;             // the bound B of the block scales, 448 or 256
   bool mean_square = false;  // four over six: errors are compared by their squares, not absolute values
@@ -20,6 +21,7 @@ struct CastOptions {
 inline CastOptions cast_options(fp4gemm_quantize_args_t const& args) {
   CastOptions options;
   options.te_per_token = args.encode == FP4GEMM_ENCODE_TE_PER_TOKEN;
+  options.is_eden = args.encode == FP4GEMM_ENCODE_EDEN;
   options.rng_state = args.rng_state;
   options.e4m3_max = static_cast<float>(args.e4m3_max);
   options.mean_square = args.four_over_six == FP4GEMM_FOUR_OVER_SIX_MSE;
@@ -221,6 +223,79 @@ class VariantCast {
   TeScales<kRange> scales_;
   bool te_per_token_;
   bool is_stochastic_;
+  Philox philox_;
+};
+
+/// The sum of the first 2 * kHalf terms, folded by halves. The loop has constant bounds, so that the terms
+/// stay in registers.
+template <int kHalf = kBlock / 2>
+__device__ inline float folded_sum(float (&terms)[kBlock]) {
+#pragma unroll
+  for (int i = 0; i < kHalf; ++i) {
+    terms[i] = __fadd_rn(terms[i], terms[i + kHalf]);
+  }
+  if constexpr (kHalf > 1) {
+    return folded_sum<kHalf / 2>(terms);
+  } else {
+    return terms[0];
+  }
+}
+
+/// e4m3(x), rounded stochastically, for x in [0, 448]; the low 20 bits of `random` are used. x * 2^-120 has
+/// the exponents of fp32 for which its three high bits of mantissa are those of e4m3, subnormal numbers
+/// included. Its bits are therefore 2^20 times the code with a fraction.
+__device__ inline uint8_t float_to_e4m3_stochastic(float x, uint32_t random) {
+  uint32_t const bits = __float_as_uint(__fmul_rn(x, 0x1p-120f));
+  return static_cast<uint8_t>((bits + (random & 0xFFFFFu)) >> 20);
+}
+
+/// FP4GEMM_ENCODE_EDEN: codes are rounded to nearest. The scale is then multiplied by sum z^2 / sum z q of
+/// the scaled elements z and their values q, so that the block has its projection on the exact one, and
+/// rounded stochastically.
+template <Range kRange>
+class EdenCast {
+ public:
+  template <Range kOther>
+  using Rebind = EdenCast<kOther>;
+
+  static constexpr float kLeastAmax = 0x1p-60f;
+  static constexpr bool kResolves = false;
+
+  using Shared = typename VariantCast<kRange>::Shared;
+
+  __device__ EdenCast(CastOptions const&, Shared const& shared, float outer_amax) : philox_(shared.philox) {
+    outer_ = OuterScale::of<kRange>(outer_amax, 256.0f);
+    block_factor_ = __fmul_rn(outer_.encode, 0.1646875f);
+  }
+
+  template <class T>
+  __device__ bool quantize(Block<T> const& block, float amax, int64_t index, QuantizedBlock& result) const {
+    uint8_t const standard = float_to_e4m3(__fmul_rn(amax, block_factor_));
+    float const factor = te_factor<kRange>(standard, outer_);
+    result.codes = {encode_half(block, 0, factor), encode_half(block, 1, factor)};
+    float squares[kBlock];
+    float products[kBlock];
+#pragma unroll
+    for (int i = 0; i < kBlock; i += 2) {
+      uint32_t const codes = i < kBlock / 2 ? result.codes.x : result.codes.y;
+      float2 const q = __half22float2(decode_e2m1_pair(codes >> (4 * (i % 8))));
+      float const low = __fmul_rn(block.element(i), factor);
+      float const high = __fmul_rn(block.element(i + 1), factor);
+      squares[i] = __fmul_rn(low, low);
+      squares[i + 1] = __fmul_rn(high, high);
+      products[i] = __fmul_rn(low, q.x);
+      products[i + 1] = __fmul_rn(high, q.y);
+    }
+    float const ratio = __fdiv_rn(folded_sum(squares), folded_sum(products));
+    float const corrected = fminf(__fmul_rn(e4m3_to_float(standard), ratio), 448.0f);
+    uint4 const random = philox_.draw(static_cast<uint64_t>(index));
+    result.scale = float_to_e4m3_stochastic(standard == 0 ? 0.0f : corrected, random.x);
+    return true;
+  }
+
+ private:
+  OuterScale outer_;
+  float block_factor_;  // S * 0.1646875
   Philox philox_;
 };
 

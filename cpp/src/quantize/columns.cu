@@ -6,22 +6,26 @@
 namespace fp4gemm {
 namespace {
 
-/// Calls launch with the form as a constant.
-template <class Launch>
+/// Calls launch with the form as a constant. Form::kBoth has no drawn signs, which rotate one direction.
+template <class Rotation, class Launch>
 void for_form(Groups const& groups, bool wants_rows, Launch const& launch) {
   if (groups.offs != nullptr) {
     launch(cuda::std::integral_constant<Form, Form::kGroups>{});
-  } else if (wants_rows) {
-    launch(cuda::std::integral_constant<Form, Form::kBoth>{});
-  } else {
-    launch(cuda::std::integral_constant<Form, Form::kColumns>{});
+    return;
   }
+  if constexpr (!cuda::std::is_same_v<Rotation, DrawnSigns>) {
+    if (wants_rows) {
+      launch(cuda::std::integral_constant<Form, Form::kBoth>{});
+      return;
+    }
+  }
+  launch(cuda::std::integral_constant<Form, Form::kColumns>{});
 }
 
 template <class T, class Cast, class Rotation>
 void launch_tiles_of(TileLaunch const& launch, int num_matrices) {
   TileParams const& p = launch.params;
-  for_form(p.groups, p.row.codes != nullptr, [&](auto form) {
+  for_form<Rotation>(p.groups, p.row.codes != nullptr, [&](auto form) {
     for_grid_parts(num_matrices, kMaxGridY, [&](int64_t first_matrix, unsigned matrices) {
       for_tile_grids(p.k, int64_t{p.column.num_blocks} * kBlock, [&](dim3 grid, unsigned first_tile) {
         grid.z = matrices;
@@ -42,7 +46,7 @@ void launch_amax_of(ColumnAmaxParams params, int num_matrices, int num_sms, cuda
          num_matrices * width * ceil_div(params.columns, params.cta_rows) < 3 * num_sms) {
     params.cta_rows /= 2;
   }
-  for_form(params.groups, params.row_amax != nullptr, [&](auto form) {
+  for_form<Rotation>(params.groups, params.row_amax != nullptr, [&](auto form) {
     for_grid_parts(num_matrices, kMaxGridY, [&](int64_t first_matrix, unsigned matrices) {
       for_grid_parts(ceil_div(params.columns, params.cta_rows), kMaxGridY,
                      [&](int64_t first, unsigned count) {
@@ -60,7 +64,9 @@ void launch_tiles(TileLaunch const& launch, fp4gemm_hadamard_t hadamard, bool is
   for_type(launch.dtype, [&](auto type) {
     using T = decltype(type);
     using Variant = VariantCast<Range::kRegular>;
-    if (hadamard == FP4GEMM_HADAMARD_BF16) {
+    if (launch.params.cast.is_eden) {
+      launch_tiles_of<T, EdenCast<Range::kRegular>, DrawnSigns>(launch, num_matrices);
+    } else if (hadamard == FP4GEMM_HADAMARD_BF16) {
       launch_tiles_of<T, Variant, __nv_bfloat16>(launch, num_matrices);
     } else if (hadamard == FP4GEMM_HADAMARD_FP32) {
       launch_tiles_of<T, Variant, float>(launch, num_matrices);
@@ -88,6 +94,10 @@ fp4gemm_status_t launch_columns_amax(ColumnAmaxParams const& params, int num_mat
   FP4GEMM_CUDA(cudaMemsetAsync(params.column_amax, 0, num_amaxes * sizeof(float), stream));
   for_type(dtype, [&](auto type) {
     using T = decltype(type);
+    if (params.rng_state != nullptr) {
+      launch_amax_of<T, DrawnSigns>(params, num_matrices, num_sms, stream);
+      return;
+    }
     switch (hadamard) {
       case FP4GEMM_HADAMARD_NONE: launch_amax_of<T, void>(params, num_matrices, num_sms, stream); break;
       case FP4GEMM_HADAMARD_BF16:

@@ -115,9 +115,9 @@ __device__ inline TileRows find_span(Groups const& groups, int64_t m, int64_t at
 
 /// The block that column j of a panel is quantized from.
 ///
-/// @tparam Rotation void for the column itself, or the type that its Hadamard transform is rounded to.
+/// @tparam Rotation void for the column itself, or that of its Hadamard transform (hadamard.cuh).
 template <class T, class Rotation>
-__device__ inline auto column_block(Panel<T> const& panel, int j, SignMasks const& signs) {
+__device__ inline auto column_block(Panel<T> const& panel, int j, Signs<Rotation> const& signs) {
   if constexpr (cuda::std::is_void_v<Rotation>) {
     return panel.column(j);
   } else {
@@ -175,7 +175,7 @@ constexpr int kTileThreads = kTileColumns / Panel<T>::kColumns * (kTileRows / kB
 ///
 /// @tparam T The type of x.
 /// @tparam Cast A cast for Range::kRegular (cast.cuh).
-/// @tparam Rotation void, or the type that the Hadamard transform of the columns is rounded to.
+/// @tparam Rotation void, or that of the Hadamard transform of the columns (hadamard.cuh).
 /// @tparam kForm Which results are written.
 ///
 /// The parameters stay in constant memory, so that references to the options do not copy them to the stack.
@@ -214,6 +214,7 @@ __global__ void __launch_bounds__(kTileThreads<T>)
     int const in_span = static_cast<int>(block % kSpanBlocks) * kBlock;
     bool const is_real = in_span < rows.count && column < p.k;
     SideCast<Cast> const cast(p.cast, static_cast<int>(1 + 2 * matrix));
+    Signs<Rotation> const signs(p.signs, p.cast.rng_state);
     Panel<T> panel;
     if (is_real) {
       T const* const first = static_cast<T const*>(p.x) + (rows.first + in_span) * p.row_stride + column;
@@ -225,7 +226,7 @@ __global__ void __launch_bounds__(kTileThreads<T>)
       if (is_real) {
         int64_t const amax_at = p.column.amax_per_row ? rows.group * p.k + column + j : int64_t{rows.group};
         float const amax = load_after_wait(p.column.amax + amax_at);
-        quantized = cast.quantize(column_block<T, Rotation>(panel, j, p.signs), amax,
+        quantized = cast.quantize(column_block<T, Rotation>(panel, j, signs), amax,
                                   (column + j) * p.column.num_blocks + block);
       }
       column_codes[lane * kColumnsPerThread + j][group] = quantized.codes;

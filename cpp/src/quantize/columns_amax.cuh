@@ -21,6 +21,7 @@ struct ColumnAmaxParams {
                        // before the launch
   bool column_is_tensor;
   SignMasks signs;
+  int64_t const* rng_state;  // of DrawnSigns; else null
   Groups groups;
   int cta_rows = kMaxAmaxRows;  // rows of a CTA: 16, 32, 64 or kMaxAmaxRows
 };
@@ -84,13 +85,14 @@ template <class T, class Rotation, Form kForm>
 __global__ void __launch_bounds__(kColumnAmaxThreads)
     columns_amax(ColumnAmaxParams p, unsigned first_tile, unsigned first_matrix) {
   constexpr int kColumns = Panel<T>::kColumns;
-  using Element = cuda::std::conditional_t<cuda::std::is_void_v<Rotation>, T, Rotation>;
+  using Element = cuda::std::conditional_t<cuda::std::is_void_v<Rotation>, T, RotatedTo<Rotation>>;
   int64_t const column = (int64_t{blockIdx.x} * kColumnAmaxThreads + threadIdx.x) * kColumns;
   int64_t const first_row = int64_t{first_tile + blockIdx.y} * p.cta_rows;
   int64_t const end_row = min(first_row + p.cta_rows, p.columns);
   unsigned const matrix = kForm == Form::kColumns ? first_matrix + blockIdx.z : 0;
   constexpr bool kRows = kForm == Form::kBoth;
   bool const is_real = column < p.k;
+  Signs<Rotation> const signs(p.signs, p.rng_state);
   __shared__ uint32_t row_bits[kRows ? kMaxAmaxRows : 1];
   if constexpr (kRows) {
     row_bits[threadIdx.x] = 0;
@@ -118,7 +120,7 @@ __global__ void __launch_bounds__(kColumnAmaxThreads)
     }
 #pragma unroll
     for (int j = 0; j < kColumns; ++j) {
-      bits[j] = max(bits[j], block_amax_bits(column_block<T, Rotation>(panel, j, p.signs)));
+      bits[j] = max(bits[j], block_amax_bits(column_block<T, Rotation>(panel, j, signs)));
     }
     if constexpr (kRows) {
 #pragma unroll

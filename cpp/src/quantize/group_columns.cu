@@ -28,6 +28,10 @@ void launch_group_columns(TileLaunch const& launch, fp4gemm_hadamard_t hadamard,
   for_type(launch.dtype, [&](auto type) {
     using T = decltype(type);
     using Variant = VariantCast<Range::kRegular>;
+    if (launch.params.cast.is_eden) {
+      launch_groups_of<T, EdenCast<Range::kRegular>, DrawnSigns>(launch, amax);
+      return;
+    }
     switch (hadamard) {
       case FP4GEMM_HADAMARD_NONE: launch_groups_of<T, Variant, void>(launch, amax); break;
       case FP4GEMM_HADAMARD_BF16: launch_groups_of<T, Variant, __nv_bfloat16>(launch, amax); break;

@@ -18,7 +18,7 @@ constexpr int kStripThreads = kStripColumns / Panel<T>::kColumns * kSpanBlocks;
 /// block of each of its columns in registers; without a bound it would use up to 155.
 template <class T, class Rotation>
 constexpr int kStripCtas =
-    (sizeof(T) == 2 && cuda::std::is_same_v<Rotation, float> ? 384 : 512) / kStripThreads<T>;
+    (sizeof(T) == 2 && cuda::std::is_same_v<RotatedTo<Rotation>, float> ? 384 : 512) / kStripThreads<T>;
 
 /// The spans of a group, and of all groups together.
 struct GroupSpans {
@@ -96,7 +96,7 @@ __device__ inline void store_span(TileParams const& p, uint2 const (&codes)[kStr
 template <class T, class Cast, class Rotation>
 __global__ void __launch_bounds__(kStripThreads<T>, kStripCtas<T, Rotation>)
     quantize_group_columns(__grid_constant__ TileParams const p, float* amax, unsigned first_group) {
-  using Element = cuda::std::conditional_t<cuda::std::is_void_v<Rotation>, T, Rotation>;
+  using Element = cuda::std::conditional_t<cuda::std::is_void_v<Rotation>, T, RotatedTo<Rotation>>;
   constexpr int kThreads = kStripThreads<T>;
   constexpr int kColumns = Panel<T>::kColumns;
   constexpr int kLanes = kStripColumns / kColumns;
@@ -118,6 +118,7 @@ __global__ void __launch_bounds__(kStripThreads<T>, kStripCtas<T, Rotation>)
   int const num_spans = num_tiles<kGroupColumns>(spans.num_rows);
   unsigned const all_spans = static_cast<unsigned>(p.column.num_blocks) / kSpanBlocks;
 
+  Signs<Rotation> const signs(p.signs, p.cast.rng_state);
   Block<Element> blocks[kColumns];  // of the thread, in the span that was loaded last
   bool is_real = false;             // whether any row of them exists
   auto const load = [&](int span) {
@@ -131,7 +132,7 @@ __global__ void __launch_bounds__(kStripThreads<T>, kStripCtas<T, Rotation>)
     }
 #pragma unroll
     for (int j = 0; j < kColumns; ++j) {
-      blocks[j] = column_block<T, Rotation>(panel, j, p.signs);
+      blocks[j] = column_block<T, Rotation>(panel, j, signs);
     }
   };
 

@@ -46,15 +46,63 @@ inline SignMasks sign_masks(uint32_t signs, fp4gemm_dtype_t dtype) {
   return masks;
 }
 
+/// A rotation in fp32 whose signs depend on the seed, that of FP4GEMM_ENCODE_EDEN. All others are named by
+/// the type that their values are rounded to.
+struct DrawnSigns {};
+
+/// The type of rotated values; float means no rounding.
+template <class Rotation>
+using RotatedTo = cuda::std::conditional_t<cuda::std::is_same_v<Rotation, DrawnSigns>, float, Rotation>;
+
+/// The masks of a rotation: those of the parameters, which the object refers to.
+template <class Rotation>
+class Signs {
+ public:
+  __device__ Signs(SignMasks const& masks, int64_t const* /*rng_state*/) : masks_(masks) {}
+
+  /// The mask of word i of a block of T.
+  template <class T>
+  __device__ uint32_t word(int i) const {
+    return masks_.words[i];
+  }
+
+ private:
+  SignMasks const& masks_;
+};
+
+/// Those masks, changed by the 16 highest bits of seed * 0x9E3779B97F4A7C15.
+template <>
+class Signs<DrawnSigns> {
+ public:
+  __device__ Signs(SignMasks const& masks, int64_t const* rng_state)
+      : masks_(masks),
+        drawn_(static_cast<uint32_t>(
+            static_cast<uint64_t>(load_after_wait(rng_state)) * 0x9E3779B97F4A7C15ull >> 48)) {}
+
+  template <class T>
+  __device__ uint32_t word(int i) const {
+    if constexpr (sizeof(T) == 4) {
+      return masks_.words[i] ^ (drawn_ << (31 - i) & 0x80000000u);
+    } else {
+      return masks_.words[i] ^ (drawn_ << (15 - 2 * i) & 0x8000u) ^ (drawn_ << (30 - 2 * i) & 0x80000000u);
+    }
+  }
+
+ private:
+  SignMasks const& masks_;
+  uint32_t drawn_;
+};
+
 /// The transformed block, of which elements are negated first.
 ///
-/// @tparam Out The type that its values are rounded to; float means no rounding.
+/// @tparam Rotation The type that its values are rounded to, or DrawnSigns.
 /// @tparam T The type of the input.
-template <class Out, class T>
-__device__ inline Block<Out> rotated(Block<T> block, SignMasks const& signs) {
+template <class Rotation, class T>
+__device__ inline Block<RotatedTo<Rotation>> rotated(Block<T> block, Signs<Rotation> const& signs) {
+  using Out = RotatedTo<Rotation>;
 #pragma unroll
   for (int i = 0; i < Block<T>::kWords; ++i) {
-    block.words[i] ^= signs.words[i];
+    block.words[i] ^= signs.template word<T>(i);
   }
   float x[kBlock];
 #pragma unroll

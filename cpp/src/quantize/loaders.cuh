@@ -12,14 +12,15 @@ namespace fp4gemm {
 /// The input of a row kernel, with the fields that each of the loaders needs.
 struct Input {
   void const* x;
-  int64_t row_stride;              // elements
-  SignMasks signs{};               // Hadamard
-  int64_t up_offset = 0;           // SiLU: elements from the gate to the factor `up`
-  void const* residual = nullptr;  // norm: added to x, (m, k) contiguous; null: none
-  void* sum = nullptr;             // norm: out, x + residual, (m, k) contiguous
-  void const* weight = nullptr;    // norm: (k), or null
-  int64_t k = 0;                   // norm
-  float epsilon = 0.0f;            // norm
+  int64_t row_stride;                  // elements
+  SignMasks signs{};                   // Hadamard
+  int64_t const* rng_state = nullptr;  // Hadamard with DrawnSigns: {seed, offset}; else null
+  int64_t up_offset = 0;               // SiLU: elements from the gate to the factor `up`
+  void const* residual = nullptr;      // norm: added to x, (m, k) contiguous; null: none
+  void* sum = nullptr;                 // norm: out, x + residual, (m, k) contiguous
+  void const* weight = nullptr;        // norm: (k), or null
+  int64_t k = 0;                       // norm
+  float epsilon = 0.0f;                // norm
   int const* rows = nullptr;       // gather: (m) on the device, the row of x for each row; null: the same row
   int64_t num_rows = 0;            // gather: of x, with rows
   int const* row_limit = nullptr;  // gather: on the device, the rows before the first row of zeros; or null
@@ -77,21 +78,24 @@ class GatherLoader {
 
 /// The blocks of x after the Hadamard transform.
 ///
-/// @tparam Out The type that the results are rounded to: __nv_bfloat16, or float for no rounding.
-template <class T, class Out>
+/// @tparam Rotation The type that the results are rounded to, __nv_bfloat16, or float for no rounding; or
+///     DrawnSigns.
+template <class T, class Rotation>
 class HadamardLoader {
  public:
-  using Element = Out;
+  using Element = RotatedTo<Rotation>;
   static constexpr bool kIsNorm = false;
 
   __device__ HadamardLoader(Input const& input, int64_t row, int first_block)
-      : plain_(input, row, first_block), signs_(input.signs) {}
+      : plain_(input, row, first_block), signs_(input.signs, input.rng_state) {}
 
-  __device__ Block<Out> load(int64_t block) const { return rotated<Out>(plain_.load(block), signs_); }
+  __device__ Block<Element> load(int64_t block) const {
+    return rotated<Rotation>(plain_.load(block), signs_);
+  }
 
  private:
   PlainLoader<T> plain_;
-  SignMasks const& signs_;
+  Signs<Rotation> signs_;
 };
 
 /// T(T(silu(gate)) * up), with the two roundings of eager F.silu(gate) * up.

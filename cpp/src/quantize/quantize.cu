@@ -89,9 +89,13 @@ __global__ void __launch_bounds__(kAmaxThreads)
 
 /// Calls launch with the loader for a type of x and a Hadamard transform, as a type_identity.
 template <class Launch>
-void for_loader(fp4gemm_dtype_t dtype, fp4gemm_hadamard_t hadamard, Launch const& launch) {
+void for_loader(fp4gemm_dtype_t dtype, fp4gemm_hadamard_t hadamard, bool draws_signs, Launch const& launch) {
   for_type(dtype, [&](auto type) {
     using T = decltype(type);
+    if (draws_signs) {
+      launch(cuda::std::type_identity<HadamardLoader<T, DrawnSigns>>{});
+      return;
+    }
     switch (hadamard) {
       case FP4GEMM_HADAMARD_NONE: launch(cuda::std::type_identity<PlainLoader<T>>{}); break;
       case FP4GEMM_HADAMARD_BF16: launch(cuda::std::type_identity<HadamardLoader<T, __nv_bfloat16>>{}); break;
@@ -100,12 +104,18 @@ void for_loader(fp4gemm_dtype_t dtype, fp4gemm_hadamard_t hadamard, Launch const
   });
 }
 
+/// The random state from which the signs of the Hadamard transform are drawn; null: they are not.
+int64_t const* state_of_signs(fp4gemm_quantize_args_t const& args) {
+  return args.encode == FP4GEMM_ENCODE_EDEN ? args.rng_state : nullptr;
+}
+
 fp4gemm_status_t launch_along_rows(fp4gemm_quantize_args_t const& args, DeviceProperties const& properties,
                                    cudaStream_t stream) {
   fp4gemm_quantized_t const& out = args.row;
   bool const per_row = args.scaling == FP4GEMM_SCALING_ROW;
   Input input{args.x, args.x_row_stride};
   input.signs = sign_masks(args.hadamard_signs, args.x_dtype);
+  input.rng_state = state_of_signs(args);
   input.rows = args.x_rows;
   input.num_rows = args.x_num_rows;
   Groups groups{args.offs, args.num_groups};
@@ -180,6 +190,7 @@ fp4gemm_status_t find_amaxes(fp4gemm_quantize_args_t const& args, int num_matric
                                 args.column.amax,
                                 !per_row,
                                 sign_masks(args.hadamard_signs, args.x_dtype),
+                                state_of_signs(args),
                                 groups};
   Input const input{args.x, args.x_row_stride};
   if (per_row) {
@@ -272,7 +283,7 @@ fp4gemm_status_t launch_tensor_amax(Input const& input, int num_matrices, int64_
   int64_t const grid_rows = std::clamp<int64_t>(ctas / ctas_per_row, 1, rows);
   for_grid_parts(num_matrices, kMaxGridY, [&](int64_t first_matrix, unsigned matrices) {
     dim3 const grid(static_cast<unsigned>(ctas_per_row), static_cast<unsigned>(grid_rows), matrices);
-    for_loader(dtype, hadamard, [&](auto loader) {
+    for_loader(dtype, hadamard, input.rng_state != nullptr, [&](auto loader) {
       using Loader = typename decltype(loader)::type;
       tensor_amax<Loader><<<grid, kAmaxThreads, 0, stream>>>(rows_of, static_cast<unsigned>(first_matrix),
                                                              rows, blocks_per_row, amax);
@@ -286,7 +297,7 @@ fp4gemm_status_t launch_group_amax(Input const& input, int64_t m, int64_t k, fp4
                                    fp4gemm_hadamard_t hadamard, Groups const& groups, float* amax,
                                    cudaStream_t stream) {
   FP4GEMM_CUDA(cudaMemsetAsync(amax, 0, m * sizeof(float), stream));
-  for_loader(dtype, hadamard, [&](auto loader) {
+  for_loader(dtype, hadamard, input.rng_state != nullptr, [&](auto loader) {
     using Loader = typename decltype(loader)::type;
     group_amax<Loader><<<static_cast<unsigned>(m), kAmaxThreads, 0, stream>>>(
         input, groups, m, static_cast<int>(k / kBlock), amax);

@@ -211,7 +211,7 @@ def options(e4m3_max: object, hadamard_signs: object, offs: object, offs_dim: ob
     """Raise unless e4m3_max, hadamard_signs, and offs with offs_dim have valid values."""
     _checks.is_one_of("e4m3_max", e4m3_max, _checks.E4M3_BOUNDS)
     if hadamard_signs is not None:
-        option_checks.check_signs(hadamard_signs)
+        option_checks.check_signs(hadamard_signs, 0xFFFF | option_checks.DRAWN_SIGNS)
     _checks.is_one_of("offs_dim", offs_dim, (0, 1))
     if offs is None and offs_dim != 0:
         raise ValueError(f"offs_dim: got {offs_dim}, must be 0 without offs")

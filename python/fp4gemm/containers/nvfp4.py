@@ -49,10 +49,11 @@ class NVFP4Tensor(Conventions, Container):
         amax: float32 (1,), of the whole tensor, or (m,), of each row: as measured, not divided by anything,
             and so neither negative nor NaN.
             A stack: (g, 1) or (g, n). Ragged k: (g,), of each group, or (g, m), of each row in each group.
-        e4m3_max: 448, or 256 for operands whose block scales were bounded by 256 ("four over six").
+        e4m3_max: 448, or 256 for operands whose block scales were bounded by 256 ("four over six", "eden").
         offs: int32 (g,), the ends of g groups, non-decreasing; None: no groups.
         hadamard_signs: 0 to 0xFFFF if blocks of 16 of k were rotated by this sign vector and the Hadamard
-            matrix; the values are then the rotated ones. None: not rotated.
+            matrix; the values are then the rotated ones. None: not rotated. Bit 16 is set where these signs
+            were changed by those that the seed of the encode "eden" has.
         offs_dim: 0: groups of rows; offs is at most m. The scales of a group start at the next multiple
             of 128 rows after those of the group before it, in ``grouped_scale_rows(m, g)`` rows in all, and
             amax is (m,). 1: groups of k (ragged k), k = ``grouped_columns(tokens, g)``: group e has

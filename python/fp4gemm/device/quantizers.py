@@ -11,6 +11,7 @@ from torch import Tensor
 from ..layout import swizzle_scales
 from ..ops import operators
 from ..ops.options import SIGNS
+from ..reference.eden import EDEN
 from .problems import SEED
 
 __all__ = ["names", "run"]
@@ -54,6 +55,14 @@ def _cast(dtype: torch.dtype, per_row: bool, **options: int | float | bool) -> C
 def _stochastic(device: torch.device) -> Any:
     state = torch.tensor([SEED, 7], device=device)
     return operators.quantize(_input(torch.bfloat16, device), None, True, rng_state=state)
+
+
+def _eden(device: torch.device, axis: int) -> Any:
+    options = {"encode": EDEN, "e4m3_max": 256, "hadamard": 2, "signs": SIGNS}
+    state = torch.tensor([SEED, 7], device=device)
+    return operators.quantize(
+        _input(torch.bfloat16, device), None, False, axis=axis, rng_state=state, **options
+    )
 
 
 def _groups(device: torch.device, axis: int) -> Any:
@@ -108,6 +117,8 @@ _CALLS: dict[str, Call] = {
     "quantize, four over six": _cast(_BF16, True, four_over_six=1, e4m3_max=256),
     "quantize, Hadamard": _cast(_BF16, True, hadamard=1, signs=SIGNS),
     "quantize, stochastic": _stochastic,
+    "quantize, eden": lambda device: _eden(device, -1),
+    "quantize, eden, columns": lambda device: _eden(device, 0),
     "quantize, groups of rows": lambda device: _groups(device, -1),
     "quantize, groups of columns": lambda device: _groups(device, 0),
     "quantize_searched": lambda device: operators.quantize_searched(_input(_BF16, device), None, None, True),

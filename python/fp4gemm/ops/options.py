@@ -56,7 +56,10 @@ class QuantizeOptions(TypedDict, total=False):
             requires={"scaling": "tensor"},
         ),
     ]
-    encode: Annotated[Literal["te", "te_per_token"], Option("te", "encode", {"te": 0, "te_per_token": 1})]
+    encode: Annotated[
+        Literal["te", "te_per_token", "eden"],
+        Option("te", "encode", {"te": 0, "te_per_token": 1, "eden": 2}),
+    ]
     four_over_six: Annotated[
         Literal["mae", "mse"] | None,
         Option(
@@ -214,17 +217,51 @@ def check(values: Mapping[str, Any]) -> None:
     if values.get("e4m3_max") == 256 and default_bound(values) == 448:
         wanted = [name for name in WITH_256 if name in values]
         raise ValueError(f"e4m3_max: got 256, must be 448 without {_checks.listing(wanted)}")
+    if values.get("encode") == "eden":
+        _check_eden(values)
     for name, value in values.items():
         if _is_given(name, value):
             _goes_together(name, value, values)
+
+
+# What the encode "eden" needs: random signs are those of a rotation, and scales are corrected upward too, for
+# which 448 leaves no room.
+EDEN_NEEDS = {"hadamard": "fp32", "stochastic": True, "e4m3_max": 256}
+
+
+def _check_eden(values: Mapping[str, Any]) -> None:
+    """Raise unless the options that the encode "eden" needs are given, in a call for one direction."""
+    if "amax_t" in values:
+        raise NotImplementedError(
+            "encode: got 'eden', must be 'te' or 'te_per_token' for both directions in one call, which "
+            "rotates one of them"
+        )
+    for name, wanted in EDEN_NEEDS.items():
+        got = values.get(name, wanted)
+        if got != wanted and not (name == "e4m3_max" and got is None):
+            needs = ", ".join(f"{needed} {value!r}" for needed, value in EDEN_NEEDS.items())
+            raise ValueError(f"encode: got 'eden' with {name} {got!r}; 'eden' needs {needs}")
 
 
 WITH_256 = ("four_over_six", "scale_search")  # the options that have 256 as the default of e4m3_max
 
 
 def default_bound(values: Mapping[str, Any]) -> int:
-    """Return e4m3_max where it is omitted: 256 with four_over_six or scale_search, else 448."""
+    """Return e4m3_max where it is omitted: 256 with four_over_six, scale_search or "eden", else 448."""
+    if values.get("encode") == "eden":
+        return 256
     return 256 if any(values.get(name) is not None for name in WITH_256) else 448
+
+
+DRAWN_SIGNS = 0x10000  # a bit of the hadamard_signs of a container: the seed has changed them
+
+
+def signs_of(values: Mapping[str, Any]) -> int | None:
+    """Return the hadamard_signs of a container that is quantized with these options."""
+    if values["hadamard"] is None:
+        return None
+    signs: int = values["hadamard_signs"]
+    return signs | DRAWN_SIGNS if values["encode"] == "eden" else signs
 
 
 def _is_given(name: str, value: object) -> bool:
@@ -352,11 +389,14 @@ def importance_values(x: Tensor) -> None:
         raise ValueError(f"importance: entry {i} is {x.flatten()[i].item()}, must be at least 0 and finite")
 
 
-def check_signs(value: object) -> None:
-    """Raise unless value is an int 0..0xFFFF: element r of a block is negated if bit r is set."""
+def check_signs(value: object, most: int = 0xFFFF) -> None:
+    """Raise unless value is an int 0..most: element r of a block is negated if bit r is set.
+
+    ``most`` is 0xFFFF or, for a container, 0xFFFF | DRAWN_SIGNS.
+    """
     _checks.is_int("hadamard_signs", value, 0)
-    if value > 0xFFFF:  # type: ignore[operator]
-        raise ValueError(f"hadamard_signs: got {value}, must be at most 0xFFFF, a bit for each of 16")
+    if value > most:  # type: ignore[operator]
+        raise ValueError(f"hadamard_signs: got {value}, must be at most 0x{most:X}, a bit for each of 16")
 
 
 def epsilon(value: object) -> float:

@@ -18,6 +18,7 @@ from .. import _checks, _native, layout
 from ..layout import padded_scale_shape, unswizzle_scales
 from ..reference import nvfp4, scale_search
 from ..reference.chunks import gathered
+from ..reference.eden import EDEN
 from ..reference.grouped import ColumnGroups, Groups
 from ..reference.nvfp4 import Quantization, decode
 from . import options as option_checks
@@ -135,7 +136,7 @@ def check_options(call: QuantizeCall) -> None:
     """Raise unless each option of the quantizers has a valid type and value and their combination exists."""
     _checks.is_one_of("per_row", call.per_row, (True, False))
     _checks.is_one_of("block_rows", call.block_rows, (1, 16))
-    _checks.is_one_of("encode", call.encode, (0, 1))
+    _checks.is_one_of("encode", call.encode, (0, 1, 2))
     _checks.is_one_of("four_over_six", call.four_over_six, (0, 1, 2))
     _checks.is_one_of("fast_error", call.fast_error, (False, True))
     _checks.is_one_of("e4m3_max", call.e4m3_max, _checks.E4M3_BOUNDS)
@@ -147,8 +148,15 @@ def check_options(call: QuantizeCall) -> None:
         raise ValueError(f"signs: got {signs}, must be 0 to 0xFFFF")
     if signs and not call.hadamard:
         raise ValueError(f"signs: got {signs}, must be 0 without hadamard")
-    if call.e4m3_max != 448 and not call.four_over_six:
+    is_eden = call.encode == EDEN
+    if call.e4m3_max != 448 and not call.four_over_six and not is_eden:
         raise ValueError(f"e4m3_max: got {call.e4m3_max}, must be 448 without four_over_six")
+    if is_eden:
+        for name, wanted in (("hadamard", 2), ("e4m3_max", 256)):
+            if getattr(call, name) != wanted:
+                raise ValueError(f"{name}: got {getattr(call, name)}, must be {wanted} with encode {EDEN}")
+        if call.rng_state is None:
+            raise ValueError(f"rng_state: got None, must be a tensor with encode {EDEN}")
     if call.rng_state is not None:
         _checks.exact_vector("rng_state", call.rng_state, 2, torch.int64, call.x.device, "x")
     if call.rows is not None:
@@ -276,16 +284,17 @@ def quantize(call: QuantizeCall) -> tuple[Tensor, Tensor, Tensor]:
             be a positive multiple of 16.
         block_rows: 1, or 16 for 16x16 tiles that share one scale. If the last tile has fewer than 16 rows,
             the missing ones count as zero.
-        encode: 0 for te, 1 for te_per_token.
+        encode: 0 for te, 1 for te_per_token, 2 for eden (reference/eden.py), which needs rng_state, hadamard
+            2 and e4m3_max 256.
         four_over_six: 0 for none, 1 to choose by the mean absolute error, 2 by the mean squared error
             (reference/four_over_six.py). The error of a tile is summed in the orientation of x for either
             axis.
         fast_error: whether four_over_six uses the fast error instead of the exact one.
-        e4m3_max: 448, or 256 with four_over_six.
+        e4m3_max: 448, or 256 with four_over_six or encode 2.
         hadamard: 0 for none, 1 to rotate and round to bfloat16, 2 to rotate (reference/hadamard.py).
         signs: element r of each block is negated before the rotation if bit r is set.
-        rng_state: int64 (2,), {seed, offset}. If it is given, codes are rounded stochastically
-            (reference/philox.py), with offset + 1 for axis 0.
+        rng_state: int64 (2,), {seed, offset}. If it is given, codes or, with encode 2, scales are rounded
+            stochastically (reference/philox.py), with offset + 1 for axis 0.
         offs: int32 (g,), the ends of groups of rows (reference/grouped.py). With axis -1, the rows after the
             last group get codes and amax 0. With axis 0, the result is that of the padded groups, transposed,
             (k, grouped_columns(m, g)), and each group has an amax of its own, 0 if it has no rows.
@@ -330,6 +339,8 @@ def quantize_both(call: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Te
     _checks.quantize_input(call.x, "fp4gemm.quantize_both")
     rows = narrowed(QuantizeCall, call)
     check_options(rows)
+    if call.encode == EDEN:
+        raise NotImplementedError(f"encode: got {EDEN}, must be 0 or 1 for both directions in one call")
     if (call.amax is None) != (call.amax_t is None):
         raise ValueError(
             f"amax_t: got {'None' if call.amax_t is None else 'a tensor'}, must be given exactly when amax is"

@@ -15,12 +15,12 @@ __all__ = ["rotate"]
 SIZE = 16
 
 
-def rotate(x: Tensor, signs: int, round_to_bf16: bool) -> Tensor:
+def rotate(x: Tensor, signs: int | Tensor, round_to_bf16: bool) -> Tensor:
     """Transform each 16 elements along the last dimension of x.
 
     Args:
         x: float32 (..., 16).
-        signs: 0..0xFFFF; x[r] is negated if bit r is set.
+        signs: 0..0xFFFF, or an int64 tensor () of it; x[r] is negated if bit r is set.
         round_to_bf16: whether the result is rounded to bfloat16, as TransformerEngine does by default.
     """
     is_negated = signs >> torch.arange(SIZE, device=x.device) & 1

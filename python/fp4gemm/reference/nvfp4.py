@@ -13,7 +13,7 @@ other operand if one is NaN, and FMAX = 3.4028235e38. a_b is the largest magnitu
 The results are c, s and A. "te" gives the bits of TransformerEngine >= 2.14 (NVFP4QuantizerRef) except for
 -0 and NaN, which are converted as by the PTX instruction cvt.rn.satfinite.e2m1x2: -0 becomes code 8 and NaN
 becomes code 7. The amax ignores NaN. "te_per_token" is the encoding of TransformerEngine's pull request #3045
-without its lower bound of 1e-12 on A.
+without its lower bound of 1e-12 on A. :mod:`.eden` defines the encode "eden".
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ from torch import Tensor
 
 from .. import _checks
 from ..layout import padded_scale_shape, swizzle_scales
+from . import eden
 from . import four_over_six as adaptive
 from .chunks import fp32, row_chunks
 from .formats import E2M1_MAX, decode_e2m1, encode_e2m1, encode_e2m1_stochastic, encode_e4m3, pack, unpack
 from .grouped import ColumnGroups, Groups
 from .hadamard import rotate
-from .philox import random_bytes
+from .philox import random_bytes, random_words
 
 __all__ = [
     "Quantization",
@@ -76,7 +77,14 @@ def _load(call: Quantization, begin: int, end: int) -> Tensor:
     """Return rows of x, or of its transpose, as float32 (end - begin, blocks, 16), rotated by hadamard."""
     rows = call.x[:, begin:end].t() if call.axis == 0 else call.x[begin:end]
     blocks = rows.to(torch.float32).contiguous().view(end - begin, -1, BLOCK)
-    return rotate(blocks, call.signs, call.hadamard == 1) if call.hadamard else blocks
+    return rotate(blocks, _signs(call), call.hadamard == 1) if call.hadamard else blocks
+
+
+def _signs(call: Quantization) -> int | Tensor:
+    """Return the signs of the rotation; with the encode "eden" they depend on the random state."""
+    if call.encode != eden.EDEN or call.rng_state is None:
+        return call.signs
+    return eden.drawn_signs(call.rng_state) ^ call.signs
 
 
 def quantize(
@@ -130,6 +138,9 @@ def cast(
                 fast=call.fast_error,
                 tiles=call.block_rows == 16,
             )
+        elif call.encode == eden.EDEN and call.rng_state is not None:
+            draws = random_words(call.rng_state, 1 + call.axis, first_row + i, first_row + j, k // BLOCK)
+            nibbles, scales[i:j] = eden.quantize_blocks(x, block_amax[i:j], row_encode, draws[..., 0])
         else:
             scale = standard_scale(block_amax[i:j], row_encode)
             scales[i:j] = scale

@@ -1,4 +1,4 @@
-"""Philox4x32-10 on int64 tensors, and the random bytes of stochastic rounding.
+"""Philox4x32-10 on int64 tensors, and the random words and bytes of stochastic rounding.
 
 The generator is that of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011). One draw maps a
 counter of four 32-bit words and a key of two to four random 32-bit words. There is one draw for each block.
@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["philox4x32", "random_bytes"]
+__all__ = ["philox4x32", "random_bytes", "random_words"]
 
 ROUNDS = 10
 MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
@@ -59,20 +59,28 @@ def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
     return x & MASK, x >> 32 & MASK  # the mask clears the sign bits of the arithmetic shift
 
 
-def random_bytes(rng_state: Tensor, advance: int, begin: int, end: int, blocks: int) -> Tensor:
-    """Return the random bytes of rows begin .. end-1, int64 (end - begin, blocks, 16) with values 0..255.
+def random_words(rng_state: Tensor, advance: int, begin: int, end: int, blocks: int) -> Tensor:
+    """Return the draws of rows begin .. end-1, int64 (end - begin, blocks, 4) with values 0..2^32-1.
 
     Args:
         rng_state: int64 (2,), {seed, offset}. It is read on its device, without synchronising.
         advance: a number that is added to the offset, modulo 2^64.
         blocks: the number of blocks per row of the result.
     """
-    device = rng_state.device
     seed, offset = rng_state[0], rng_state[1] + advance
-    sequence = torch.arange(begin * blocks, end * blocks, dtype=torch.int64, device=device)
+    sequence = torch.arange(begin * blocks, end * blocks, dtype=torch.int64, device=rng_state.device)
     words = torch.stack(
         torch.broadcast_tensors(*philox4x32((*_halves(offset), *_halves(sequence)), _halves(seed))),
         dim=-1,
     )
-    shifts = torch.tensor([0, 8, 16, 24], dtype=torch.int64, device=device)
-    return (words.unsqueeze(-1) >> shifts & 0xFF).view(end - begin, blocks, 16)
+    return words.view(end - begin, blocks, 4)
+
+
+def random_bytes(rng_state: Tensor, advance: int, begin: int, end: int, blocks: int) -> Tensor:
+    """Return the random bytes of rows begin .. end-1, int64 (end - begin, blocks, 16) with values 0..255.
+
+    The arguments are those of :func:`random_words`.
+    """
+    words = random_words(rng_state, advance, begin, end, blocks)
+    shifts = torch.tensor([0, 8, 16, 24], dtype=torch.int64, device=rng_state.device)
+    return (words.unsqueeze(-1) >> shifts & 0xFF).flatten(2)
