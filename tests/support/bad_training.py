@@ -13,6 +13,8 @@ from torch import Tensor
 TOKENS, IN, OUT, G = 33, 64, 32, 3
 ROW, TENSOR, TILES = Cast(), Cast(scaling="tensor"), Cast(scaling="tensor", block=(16, 16))
 ROTATED = Cast(hadamard="bf16")
+UNCORRECTED = Cast(hadamard="fp32", stochastic=True)
+EDEN = Cast(encode="eden", hadamard="fp32", stochastic=True)
 
 
 def _with_main_grad(main_grad: Any) -> Tensor:
@@ -178,8 +180,10 @@ pair("w_t-alone", "got a Cast, must be None or 'dequantized', since dy is None",
 pair("x_t-alone", "got a Cast, must be None or 'dequantized', since dy_t is None", x_t=ROW)
 pair("x_t-rotated", "hadamard is None, must not be None", dy_t=ROTATED, x_t=ROW)
 pair("x_t-rotated alone", "hadamard is 'bf16', must be None", dy_t=ROW, x_t=ROTATED)
-pair("x-rotated", "hadamard is 'bf16', must be None; it is for dy_t and x_t", x=ROTATED, w=ROTATED)
-pair("dy-rotated", "hadamard is 'bf16', must be None", dy=ROTATED, w_t=ROTATED)
+pair("x-rotated", "hadamard is 'bf16', must be None; it is for dy, w_t, dy_t", x=ROTATED, w=ROTATED)
+pair("w_t-rotated", "hadamard is None, must not be None", dy=ROTATED, w_t=ROW)
+pair("w_t-eden", "encode is 'te', must be 'eden', since that of dy is 'eden'", dy=EDEN, w_t=UNCORRECTED)
+pair("x_t-eden", "encode is 'eden', must not be 'eden', since that of dy_t", dy_t=UNCORRECTED, x_t=EDEN)
 pair("x-tiles", "block is (16, 16), must be (1, 16); it is for w and w_t", x=TILES, w=TILES)
 pair("dy_t-tiles", "block is (16, 16), must be (1, 16)", dy_t=TILES, x_t=TENSOR)
 pair("x-rowwise", "source is 'rowwise', must be 'original'", x=Cast(source="rowwise"), w=ROW)

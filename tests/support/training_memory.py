@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import torch
 from fp4gemm import training
@@ -60,7 +61,10 @@ def of_weight(recipe: str) -> float:
     (layer,) = layers(recipe, 1)
     if recipe == "torch":
         return 0.0
-    copies = _copies.weight_copies(layer.weight, training.resolve(recipe), None, True, True)
+    own, keeps_all = training.resolve(recipe), SimpleNamespace(keeps=lambda _: True)
+    if not _copies.is_kept(layer.weight, own, keeps_all):  # type: ignore[arg-type]
+        return 0.0
+    copies = _copies.weight_copies(layer.weight, own, None, True, True)
     return sum(t.nbytes for parts in copies for t in parts if t is not None) / layer.weight.numel()
 
 

@@ -50,7 +50,7 @@ def assert_exact(got: Tensor, exact: Tensor, unit: float = UNIT) -> None:
 
 
 @pytest.mark.parametrize("m", [16, 64])
-@pytest.mark.parametrize("name", training.PRESETS)
+@pytest.mark.parametrize("name", [name for name in training.PRESETS if name != "quartet2"])  # always rotated
 def test_gradients_are_those_of_float64(
     name: str, m: int, device: torch.device, gen: torch.Generator
 ) -> None:

@@ -398,8 +398,9 @@ def test_cached_copies_give_the_same_bits(
     monkeypatch.setattr(cache, "_STEPS", cache._Steps(are_marked=True))
     for _ in range(2):
         assert_same(gradients(linear, x, linear), want)
-    has_copies = any(isinstance(cast, Cast) for cast in (linear.recipe.w, linear.recipe.w_t))
-    assert (linear.cache.nbytes > 0) == has_copies
+    casts = [cast for cast in (linear.recipe.w, linear.recipe.w_t) if isinstance(cast, Cast)]
+    is_kept = bool(casts) and casts[-1].encode != "eden"  # whose signs are those of one call
+    assert (linear.cache.nbytes > 0) == is_kept
     assert copy.deepcopy(linear).cache.nbytes == 0
     linear.recipe = linear.recipe.replace(cache_weight=False)
     assert_same(gradients(linear, x, linear), want)

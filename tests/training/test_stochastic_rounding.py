@@ -12,7 +12,8 @@ from torch import Tensor
 from training_operands import catch, codes_as_numbers, step_of
 
 LADDER = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
-DRAWING = [name for name, recipe in training.PRESETS.items() if recipe.draws]
+CORRECTED = ("quartet2",)  # rounds scales, not codes
+DRAWING = [name for name, recipe in training.PRESETS.items() if recipe.draws and name not in CORRECTED]
 # The same with the product that draws: all draw for dgrad, and not all for wgrad.
 DRAWING_FOR_WGRAD = [name for name in DRAWING if training.PRESETS[name].dy_t is not None]
 PRODUCTS = [*((name, "dgrad") for name in DRAWING), *((name, "wgrad") for name in DRAWING_FOR_WGRAD)]
@@ -71,18 +72,22 @@ def test_expected_codes(
 
 
 # The bias of the projection on dy, <Q(dy), dy> / <dy, dy> - 1, for Gaussian dy.
-@pytest.mark.parametrize("name", DRAWING)
+@pytest.mark.parametrize("name", [*DRAWING, *CORRECTED])
 def test_bias_of_the_gradients(name: str, device: torch.device) -> None:
-    """Blocks whose scale rounds down are clipped, which makes the gradients about 0.4 % smaller."""
+    """Blocks whose scale rounds down are clipped, which makes the gradients about 0.4 % smaller.
+
+    Corrected scales make up for that.
+    """
     recipe = training.PRESETS[name]
     gen = torch.Generator().manual_seed(5)
     dy = torch.randn(512, 512, generator=gen).to(device)
     dx, dw = backward(recipe, dy)
     for product, gradient, want in (("dgrad", dx, dy), ("wgrad", dw, dy.t())):
-        if (name, product) not in PRODUCTS:
+        if (name, product) not in PRODUCTS and name not in CORRECTED:
             continue
         bias = float((gradient.double() * want.double()).sum() / want.double().square().sum()) - 1
-        assert -0.0065 < bias < -0.002, (name, product)
+        least, most = (-0.0015, 0.0015) if name in CORRECTED else (-0.0065, -0.002)
+        assert least < bias < most, (name, product)
 
 
 def test_rounding_to_nearest_does_not_average_out() -> None:
@@ -112,7 +117,7 @@ def gradient_of(layer: training.Linear, x: Tensor, dy: Tensor) -> Tensor:
     return layer.weight.grad
 
 
-@pytest.mark.parametrize("name", DRAWING_FOR_WGRAD)
+@pytest.mark.parametrize("name", [*DRAWING_FOR_WGRAD, *CORRECTED])
 def test_layers_and_steps_draw_different_numbers(name: str, gen: torch.Generator) -> None:
     first, second = (training.Linear(64, 32, recipe=name) for _ in range(2))
     second.load_state_dict(first.state_dict())

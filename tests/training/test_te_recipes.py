@@ -44,5 +44,5 @@ def test_presets_have_the_products_that_their_operands_give() -> None:
     assert PRESETS["bf16_forward"] == ("DGRAD", "WGRAD")
     assert set(training.PRESETS) - set(PRESETS) == {
         *("bf16", "per_token", "te_per_token", "te_per_token_rht", "te_per_token_sr", "te_per_token_rht_sr"),
-        *("te_per_token_2d", "per_token_wgrad_bf16", "mxfp8"),
+        *("te_per_token_2d", "per_token_wgrad_bf16", "mxfp8", "quartet2"),
     }

@@ -148,7 +148,9 @@ def _travelling_cast(recipe: Recipe | None, x: Tensor) -> Cast | None:
     if recipe is None or recipe.x is None or autocast_dtype(x) not in (None, x.dtype):
         return None
     x_t = recipe.x_t
-    follows = x_t == DEQUANTIZED or (isinstance(x_t, Cast) and x_t.source == "rowwise")
+    # A copy of x.T that draws random numbers needs the state of the layer.
+    is_cast = isinstance(x_t, Cast) and x_t.source == "rowwise" and not x_t.stochastic
+    follows = x_t == DEQUANTIZED or is_cast
     is_row = recipe.x.format == "nvfp4" and recipe.x.scaling == "row" and not recipe.x.stochastic
     is_row = is_row and recipe.x.bound == E4M3_MAX
     return recipe.x if is_row and (follows or not torch.is_grad_enabled()) else None

@@ -36,6 +36,7 @@ from ..containers.mxfp8 import MXFP8Tensor, quantize_mxfp8
 from ..containers.nvfp4 import NVFP4Tensor
 from ..containers.prepacked import PrepackedTensor, prepack
 from ..ops import operators
+from ..ops import options as option_checks
 from ..quantize import quantize, quantize_both
 from ._gathered import GatheredWeight, transposed
 from .recipe import DEQUANTIZED, Cast, Operand, Recipe
@@ -306,6 +307,8 @@ def rebuilt(
     if codes is None or not isinstance(cast, Cast):
         raise RuntimeError("a copy that the backward pass needs was not saved")
     bound, signs = cast.bound, None if cast.hadamard is None else recipe.hadamard_signs
+    if signs is not None and cast.encode == "eden":
+        signs |= option_checks.DRAWN_SIGNS
     dim = 0 if offs is None else offs_dim
     if cast.format == "mxfp8" and scales is not None:
         return MXFP8Tensor._trusted(codes, scales, True, offs, dim)
@@ -421,7 +424,12 @@ def _gathered_copies(
 
 
 def is_kept(weight: Weight, recipe: Recipe, cache: Cache) -> bool:
-    """Whether the copies of a weight come from the cache: the recipe has some, and the cache keeps them."""
+    """Whether the copies of a weight come from the cache: the recipe has some, and the cache keeps them.
+
+    A copy whose rotation has signs of the call's random state is of no use to another call.
+    """
+    if isinstance(recipe.w_t, Cast) and recipe.w_t.encode == "eden":
+        return False
     has_copies = isinstance(recipe.w, Cast) or isinstance(recipe.w_t, Cast)
     return recipe.cache_weight and has_copies and cache.keeps(weight)
 

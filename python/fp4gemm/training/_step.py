@@ -281,7 +281,22 @@ class Step(NamedTuple):
         second = recipe.dy_t if needs_dw and not recipe.balance_tokens else None
         of_dy, decoded = _copies.stream(self.state, OF_DY, first, second), (self.plan.is_converted,) * 2
         rows = _checks.readable_rows(dy)
+        of_dy_t = self._state_of_dy_t(of_dy)
+        if second is not None and of_dy_t is not of_dy:
+            dy_q, _ = _copies.both(rows, first, None, recipe, of_dy, self._offs(), self.ends, decoded)
+            signs, is_decoded = recipe.hadamard_signs, decoded[1]
+            return dy_q, _copies.along(rows, 0, second, signs, of_dy_t, self.ends, is_decoded)
         return _copies.both(rows, first, second, recipe, of_dy, self._offs(), self.ends, decoded)
+
+    def _state_of_dy_t(self, of_dy: Tensor | None) -> Tensor | None:
+        """The random state of the copy of dy for wgrad: of_dy, unless its signs must be those of a shared x.
+
+        The seed of a state has the signs of the encode "eden", and a shared x has a state of its own.
+        """
+        cast = self.plan.recipe.dy_t
+        if of_dy is None or self.of_x is None or cast is None or cast.encode != "eden":
+            return of_dy
+        return torch.stack((self.of_x[0], of_dy[1]))
 
     def input_gradient(self, dy: Tensor, dy_q: Parts, weight: Weight | None) -> Tensor:
         """dx = dy W, (m, k), of the dtype of dy."""
@@ -319,7 +334,7 @@ class Step(NamedTuple):
         if recipe.balance_tokens and isinstance(recipe.dy_t, Cast):
             c, inverse = _balance.token_scales(_row_amax(x, saved, recipe.x), _row_amax(dy, dy_q, recipe.dy))
             x, dy = _balance.scaled(x, inverse), _balance.scaled(dy, c)
-            of_dy = _copies.stream(self.state, OF_DY, recipe.dy_t)
+            of_dy = self._state_of_dy_t(_copies.stream(self.state, OF_DY, recipe.dy_t))
             dy_t = _copies.along(dy, 0, recipe.dy_t, signs, of_dy, ends, self.plan.is_converted)
         return dy_t, _copies.along(_checks.readable_rows(x), 0, recipe.x_t, signs, of_x, ends)
 
@@ -451,8 +466,9 @@ def restored(ctx: Any, saved: tuple[Tensor | None, ...]) -> tuple[Step, Weight |
 
 
 def _row_amax(x: Tensor, copy: Parts, cast: Operand) -> Tensor:
-    """float32 (m,): the amax of each row of x, which its copy along the rows has if it has one of each."""
+    """float32 (m,): the amax of each row of x, which a copy that is not rotated has if it has one of each."""
     is_measured = copy.amax is not None and isinstance(cast, Cast) and cast.scaling == "row"
+    is_measured = is_measured and cast.hadamard is None  # type: ignore[union-attr]
     return copy.amax if is_measured else _balance.row_amax(x)  # type: ignore[return-value]
 
 

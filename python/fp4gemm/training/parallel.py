@@ -373,10 +373,12 @@ def _has_whole_blocks(shape: torch.Size, sharding: Sharding) -> bool:
 def _is_cast_by_ranks(recipe: Recipe, shape: torch.Size, sharding: Sharding) -> bool:
     """Whether each rank casts its own blocks of x_t, from x itself, and these are gathered.
 
-    Balanced tokens have other blocks on each rank, which has dy of its own features.
+    Balanced tokens have other blocks on each rank, which has dy of its own features, and the encode "eden"
+    has other signs, since the random state of each rank differs.
     """
-    is_of_x = isinstance(recipe.x_t, Cast) and recipe.x_t.source == "original" and not recipe.balance_tokens
-    return is_of_x and _has_whole_blocks(shape, sharding)
+    cast = recipe.x_t
+    is_of_x = isinstance(cast, Cast) and cast.source == "original" and cast.encode != "eden"
+    return is_of_x and not recipe.balance_tokens and _has_whole_blocks(shape, sharding)
 
 
 def _own_columns(x: Tensor, cast: Cast, recipe: Recipe, state: Tensor | None, sharding: Sharding) -> Parts:

@@ -40,18 +40,20 @@ class Cast:
         scaling: "row": an amax for each row of the operand, as TransformerEngine's row-scaled and per-token
             recipes (#2931, #3045). "tensor": one amax, as its NVFP4BlockScaling; of experts one for each.
         block: (1, 16), or (16, 16) for weights: then the copies for fprop and dgrad have the same codes.
-        hadamard: None, "bf16" or "fp32": the 16x16 Hadamard transform along the blocks, for wgrad alone.
-        stochastic: codes are rounded stochastically, for gradients.
+        hadamard: None, "bf16" or "fp32": the 16x16 Hadamard transform along the blocks, for both operands of
+            dgrad or of wgrad.
+        stochastic: codes are rounded stochastically, for gradients; with encode "eden" the block scales are.
         four_over_six: None, "mae" or "mse": each block chooses between two scales.
         four_over_six_error: "exact", or "fast" as NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH of TransformerEngine.
         e4m3_max: None, 448 or 256: the bound of the block scales; None is 256 with four_over_six, else 448.
-        encode: "te", or "te_per_token" as TransformerEngine's #3045.
+        encode: "te", or "te_per_token" as TransformerEngine's #3045; or "eden", as the backward pass of
+            Quartet II, for both operands of dgrad or of wgrad, with hadamard "fp32" and stochastic.
         source: "original": the tensor itself is cast. "rowwise": the forward copy, dequantized, is cast, so
             that the backward pass sees the numbers of the forward pass; for w_t and x_t alone.
 
     Raises:
         TypeError, ValueError: naming the field that has another type or value; "fast" without four_over_six;
-            an option beside format "mxfp8".
+            an option beside format "mxfp8"; encode "eden" without hadamard "fp32" or stochastic.
         NotImplementedError: naming the field that excludes another: block (16, 16) with scaling "row",
             encode "te_per_token", hadamard or stochastic; four_over_six with encode "te_per_token", hadamard
             or stochastic.
@@ -65,7 +67,7 @@ class Cast:
     four_over_six: Literal["mae", "mse"] | None = None
     four_over_six_error: Literal["exact", "fast"] = "exact"
     e4m3_max: Literal[448, 256] | None = None
-    encode: Literal["te", "te_per_token"] = "te"
+    encode: Literal["te", "te_per_token", "eden"] = "te"
     source: Literal["original", "rowwise"] = "original"
     # No fields, but derived, hence their types in comments.
     numbers = ()  # type: tuple[int, ...]  # the options by their numbers in the operators; without the signs
@@ -105,9 +107,9 @@ class Cast:
         return hash(self.numbers)  # equal casts have equal numbers; each call of a layer looks casts up
 
     def is_one_pass_with(self, other: Cast) -> bool:
-        """Whether fp4gemm.quantize_both makes this copy and the other: they differ in hadamard at most."""
+        """Whether fp4gemm.quantize_both makes this copy and the other, which alone may be rotated."""
         same = all(getattr(self, name) == getattr(other, name) for name in _OF_ONE_PASS)
-        return same and self.format == "nvfp4"
+        return same and self.format == "nvfp4" and self.hadamard is None
 
 
 # The fields that two casts of one pass have in common: all but hadamard.
@@ -154,14 +156,15 @@ class Recipe:
             fprop, which is saved in place of that for wgrad. :mod:`fp4gemm.training._balance` defines c for
             rows of zeros and infinities.
         cache_weight: whether a layer keeps the copies of its weight from one call to the next while the
-            weight is unchanged.
+            weight is unchanged. A recipe whose w_t has encode "eden" keeps none: each call draws signs.
         batch_invariant: whether the kernel of fprop is selected without regard to the number of tokens, as
             by :func:`fp4gemm.mm`, so that the bits of y for a token do not depend on the other tokens. dx and
             dW, which nothing but training computes, do not have it.
 
     Raises:
         TypeError, ValueError: naming the field that has another type or value; one operand of a product is
-            None beside a cast (other than x), hadamard in one operand of wgrad alone or outside of it,
+            None beside a cast (other than x), hadamard or encode "eden" in one operand of a product alone,
+            hadamard in x or w,
             blocks of (16, 16) in an operand other than w and w_t, source "rowwise" or "dequantized" without
             a forward copy that is quantized, hadamard_signs without hadamard, batch_invariant where w is
             None, balance_tokens where dy_t is None, where x_t is cast in the forward pass, or where x_t has
@@ -271,6 +274,8 @@ class Recipe:
         for name, cast in (("x", x), ("w", w)):
             if cast is not None and cast.stochastic:
                 raise ValueError(f"{name}: stochastic is True, must be False for inference")
+        if w.encode == "eden":
+            raise ValueError("w: encode is 'eden', must be 'te' or 'te_per_token' for inference")
         activations: Activations = "a16"
         if x is not None:
             kind = "per-token" if x.scaling == "row" else "per-tensor"
@@ -340,6 +345,8 @@ def _pair(rows: Operand, columns: Operand, signs: int) -> Casts | None:
     """The casts of a tensor in both directions as the operators of a step have them, or None."""
     if not isinstance(rows, Cast) or not isinstance(columns, Cast) or columns.source != "original":
         return None
+    if rows.hadamard is not None or "eden" in (rows.encode, columns.encode):
+        return None  # the operators of a step rotate columns alone, and have no such encode
     if "fast" in (rows.four_over_six_error, columns.four_over_six_error):
         return None  # the operators of a step have no such number
     if rows.format != "nvfp4" or columns.format != "nvfp4":
@@ -376,8 +383,9 @@ def _check_operand(recipe: Recipe, name: str) -> None:
         return
     if cast.block == (16, 16) and name not in ("w", "w_t"):
         raise ValueError(f"{name}: block is (16, 16), must be (1, 16); it is for w and w_t")
-    if cast.hadamard is not None and name not in ("dy_t", "x_t"):
-        raise ValueError(f"{name}: hadamard is {cast.hadamard!r}, must be None; it is for dy_t and x_t")
+    if cast.hadamard is not None and name in _PAIRS[0]:
+        wanted = "must be None; it is for dy, w_t, dy_t and x_t"
+        raise ValueError(f"{name}: hadamard is {cast.hadamard!r}, {wanted}")
 
 
 def _check_pair(recipe: Recipe, left: str, right: str) -> None:
@@ -398,6 +406,12 @@ def _check_pair(recipe: Recipe, left: str, right: str) -> None:
         raise ValueError(
             f"{right}: hadamard is {b.hadamard!r}, must {'not ' if a.hadamard else ''}be None, since that of "
             f"{left} is {a.hadamard!r} (both operands of a product are rotated, or neither)"
+        )
+    if isinstance(a, Cast) and isinstance(b, Cast) and (a.encode == "eden") != (b.encode == "eden"):
+        wanted = "must be 'eden'" if a.encode == "eden" else "must not be 'eden'"
+        raise ValueError(
+            f"{right}: encode is {b.encode!r}, {wanted}, since that of {left} is {a.encode!r} (the signs of "
+            "the rotation of both are drawn, or of neither)"
         )
 
 
@@ -462,6 +476,9 @@ _PER_TOKEN = Recipe(
     x_t=Cast(hadamard="fp32"),
 )
 
+_EDEN = Cast(scaling="tensor", encode="eden", hadamard="fp32", stochastic=True)
+_SIX_MSE = Cast(scaling="tensor", four_over_six="mse")
+
 PRESETS: dict[str, Recipe] = {
     "bf16": Recipe(),
     "nvidia": _NVIDIA,
@@ -485,6 +502,14 @@ PRESETS: dict[str, Recipe] = {
     "mxfp8": _mxfp8(),
     "per_token": _PER_TOKEN,
     "per_token_wgrad_bf16": _PER_TOKEN.replace(dy_t=None, x_t=None),
+    "quartet2": Recipe(
+        x=_SIX_MSE,
+        w=_SIX_MSE,
+        dy=_EDEN,
+        w_t=dataclasses.replace(_EDEN, source="rowwise"),
+        dy_t=_EDEN,
+        x_t=dataclasses.replace(_EDEN, source="rowwise"),
+    ),
 }
 """The recipes by name.
 
@@ -509,6 +534,11 @@ PRESETS: dict[str, Recipe] = {
   weight, gradients are rounded stochastically, and the operands of wgrad are rotated.
   "per_token_wgrad_bf16" computes dW in bf16, for models with tokens whose x is tens of times as large as that
   of others.
+* "quartet2": the scheme of Quartet II (arXiv 2601.22813). The forward pass has one amax for each tensor and
+  four over six by squared errors. In the backward pass all four operands are rotated with random signs, and
+  their codes are rounded to nearest and their corrected block scales stochastically (encode "eden"); W and x
+  are cast from the dequantized forward copies. Quartet II rotates groups of 128, and this preset blocks of 16
+  (docs/quantization.md).
 * "bf16": nothing is quantized.
 """
 
