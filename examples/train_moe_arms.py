@@ -47,6 +47,7 @@ CHANGES: dict[str, Callable[[Recipe], Recipe]] = {
     "rht": _each(lambda cast: replace(cast, hadamard="fp32"), WGRAD),
     "no_rht": _each(lambda cast: replace(cast, hadamard=None)),
     "no_sr": _each(lambda cast: replace(cast, stochastic=False)),
+    "sr": _each(lambda cast: replace(cast, encode="te", stochastic=True), BACKWARD),  # codes, not scales
     "x_rows": _rows(("x",)),
     "w_rows": _rows(("w", "w_t")),
     "dy_rows": _rows(("dy",)),

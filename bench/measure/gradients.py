@@ -35,6 +35,7 @@ ARMS = (
     *(f"per_token+{change}" for change in ("w_t_original", "2d")),
     *(f"per_token+{change}" for change in ("no_rht", "no_sr")),
     *("te_per_token", "te_per_token_rht", "te_per_token_sr", "te_per_token_rht_sr"),
+    *("quartet2", "quartet2+sr", "quartet2+sr+no_rht"),
 )
 
 # Not of a recipe: for the part of the tokens that are the farthest outliers dW is computed in bf16, and added
@@ -47,6 +48,7 @@ TOKEN_ARMS = (
     *(f"per_token+no_rht{changes}" for changes in ("", "+balanced", "+balanced_rowwise")),
     *("te_per_token", "te_per_token+balanced", "te_per_token_rht", "te_per_token_rht+balanced"),
     *(f"{arm}{change}" for arm in ("per_token", "te_per_token") for change in OUTLIERS_BF16),
+    *("quartet2", "quartet2+sr", "quartet2+sr+no_rht"),
     "per_token_wgrad_bf16",
 )
 # Gaussian tokens, and changes of them: every 32nd token times 64 and its dy divided by 64, as the outliers of

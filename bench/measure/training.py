@@ -288,7 +288,7 @@ def by_qdq(copies: Copies) -> Results:
         (o.weight, ("w", "w_t"), 4, None),
         (o.dy, ("dy", "dy_t"), 0, o.offs),
     ):
-        of = state if shift == 0 else None  # of the presets, gradients alone are rounded stochastically
+        of = state + state.new_tensor([0, shift])
         casts = [getattr(recipe, name) for name in names]
         if t is o.weight:
             made = training_copies.weight_copies(t, recipe, of, True, True)
