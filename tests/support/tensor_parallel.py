@@ -37,6 +37,9 @@ RECIPES |= {
 # The amax of the tensor is x's alone: those of shards of W and dy would differ from those of the whole.
 PER_TENSOR = RECIPES["te_per_token"].replace(x=training.Cast(scaling="tensor"), w=_ROW)
 PER_TENSOR_T = PER_TENSOR.replace(x_t=training.Cast(scaling="tensor", four_over_six="mae"))
+# Each call draws the signs of its rotations.
+DRAWN_SIGNS = {"quartet2": training.PRESETS["quartet2"]}
+DRAWN_SIGNS["of x itself"] = DRAWN_SIGNS["quartet2"].replace(x_t=DRAWN_SIGNS["quartet2"].dy_t)
 SHAPES = {
     "tokens": ((BATCH * TOKENS, IN), 0),
     "batch": ((BATCH, TOKENS, IN), 1),
@@ -230,6 +233,9 @@ def run(rank: int) -> dict[Any, Any]:
     stochastic = parallelize_module(
         layer(training.PRESETS["per_token"]), mesh, training.SequenceColwiseParallel()
     )
+    for name, recipe in DRAWN_SIGNS.items():
+        torch.manual_seed(3)
+        results["drawn signs", name] = colwise(rank, mesh, recipe), rowwise(rank, mesh, recipe)
     results["stochastic"] = gradients(stochastic, values(1, 16, IN), values(1, 32, OUT // 2))
 
     results["penalty"] = message(lambda: penalty(module, x))

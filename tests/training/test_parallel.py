@@ -10,7 +10,7 @@ import tensor_parallel
 import torch
 from fp4gemm import training
 from processes import in_two_processes
-from tensor_parallel import BATCH, IN, OUT, TOKENS
+from tensor_parallel import BATCH, DRAWN_SIGNS, IN, OUT, TOKENS
 from torch import Tensor
 
 ROWS = BATCH * TOKENS // 2  # tokens of a rank
@@ -102,6 +102,15 @@ def test_stochastic_gradients_are_finite(ranks: list[dict[Any, Any]]) -> None:
             (OUT,),
         ]
         assert all(t.isfinite().all() and t.any() for t in (y, dx, dw, db))
+
+
+@pytest.mark.parametrize("name", DRAWN_SIGNS)
+def test_operands_have_the_signs_of_their_rank(ranks: list[dict[Any, Any]], name: str) -> None:
+    """Gradients differ from those of one process by their rounding; other signs would spoil them."""
+    for results in ranks:
+        for got, want in results["drawn signs", name]:
+            for a, b in zip(got, want, strict=True):
+                assert float((a.float() - b.float()).norm() / b.float().norm()) < 0.3
 
 
 def test_cached_weights_follow_the_optimizer(ranks: list[dict[Any, Any]]) -> None:
