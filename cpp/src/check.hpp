@@ -10,13 +10,16 @@
 
 namespace fp4gemm {
 
+/// Whether a format is one of the OCP Microscaling formats: an e8m0 scale for each 32 of k.
+constexpr bool is_mx(fp4gemm_format_t format) { return format == FP4GEMM_FORMAT_MXFP8; }
+
 /// The limits and alignments, for the checks and their messages.
 struct Rules {
   static constexpr int kPointerBytes = 16;     // of every matrix and scale buffer
   static constexpr int kRowBytes = 16;         // rows of x and D start on such boundaries
   static constexpr int kQuantizeK = 16;        // k of a quantized tensor: a multiple of a block
   static constexpr int kGemmK = 32;            // k of a GEMM: a row of codes is a multiple of 16 bytes
-  static constexpr int kMxfp8K = 32;           // k of an MXFP8 tensor: a multiple of a block
+  static constexpr int kMxK = 32;              // k of an MX tensor: a multiple of a block
   static constexpr int kFp8K = 64;             // k of FP8 tokens, which are reordered within 64 elements
   static constexpr int64_t kMaxNormK = 65536;  // a CTA keeps a normalised row in registers
   static constexpr int kWorkspaceBytes = 256;  // alignment of a workspace
@@ -28,7 +31,7 @@ struct Rules {
   /// The columns of a tile of block scales. In a GEMM that is ragged in k each group begins at a multiple of
   /// them in A and B, also where these are decoded, and k is a multiple of them.
   static constexpr int group_columns(fp4gemm_format_t format) {
-    return format == FP4GEMM_FORMAT_MXFP8 ? kScaleWord * kMxfp8K : kGroupColumns;
+    return is_mx(format) ? kScaleWord * kMxK : kGroupColumns;
   }
 };
 

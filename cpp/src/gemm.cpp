@@ -141,7 +141,7 @@ int64_t num_amaxes(GemmArgs const& args) {
   return args.quantize_a == FP4GEMM_QUANTIZE_A_TENSOR && !is_grouped(args) ? 1 : args.m;
 }
 
-/// The factors of the rows of an MXFP8 operand that is decoded: those of `given` times the powers of two by
+/// The factors of the rows of an MX operand that is decoded: those of `given` times the powers of two by
 /// which the rows were decoded. `rows` are those of one matrix, of which there are `matrices`. Where `given`
 /// differs between groups that are ragged in k, so does the result.
 struct DecodedFactors {
@@ -189,7 +189,7 @@ Problem problem_of(GemmArgs const& args, GemmPlan const& plan, char* workspace, 
   problem.b = plan.decode_b || plan.prepack_b ? workspace + plan.b_offset : args.b.data;
   problem.b_is_fresh = b_is_fresh(args.b_is_constant != 0, plan.decode_b || plan.prepack_b);
   problem.scale_b = args.b.scales;
-  if (plan.decode_mxfp8) {
+  if (plan.decode_mx) {
     auto const at = [&](size_t offset) { return reinterpret_cast<float const*>(workspace + offset); };
     problem.a = workspace;
     problem.b = workspace + plan.b_offset;
@@ -222,7 +222,7 @@ void plan_a(GemmArgs const& args, int device, GemmPlan* plan) {
                             !is_default(plan->cast) || args.generated != nullptr ||
                             !kernel_quantizes_a(*plan->kernel, problem_of(args, *plan, nullptr, device)));
   plan->decode_a = args.a.format == FP4GEMM_FORMAT_NVFP4 && plan->kernel->operands != Operands::kNvfp4;
-  plan->decode_mxfp8 = args.a.format == FP4GEMM_FORMAT_MXFP8 && plan->kernel->operands != Operands::kMxfp8;
+  plan->decode_mx = is_mx(args.a.format) && plan->kernel->operands == Operands::kFp16;
   size_t bytes = 0;
   auto const take = [&](int64_t more) {
     bytes += static_cast<size_t>(round_up(more, Rules::kWorkspaceBytes));
@@ -230,7 +230,7 @@ void plan_a(GemmArgs const& args, int device, GemmPlan* plan) {
   };
   bool const codes = plan->quantize_a && plan->format_a == FP4GEMM_FORMAT_NVFP4;
   bool const fp8 = plan->quantize_a && plan->format_a == FP4GEMM_FORMAT_E4M3;
-  if (plan->decode_mxfp8) {
+  if (plan->decode_mx) {
     take(args.m * args.k * 2);
     plan->row_factors_offset = bytes;
     take(DecodedFactors(args, true).size() * static_cast<int64_t>(sizeof(float)));
@@ -307,7 +307,7 @@ fp4gemm_status_t plan_gemm(GemmArgs const& args, int device, GemmPlan* plan) {
   plan->decode_b = quantized_b && operands == Operands::kFp16;
   plan->prepack_b = quantized_b && is_prepacked(operands);
   plan->kernel_offset = plan->b_offset;
-  if (plan->decode_b || plan->decode_mxfp8) {
+  if (plan->decode_b || plan->decode_mx) {
     plan->kernel_offset += decoded_bytes(num_b(args) * args.n, args.k);
   } else if (plan->prepack_b) {
     int64_t const bytes = order_of(operands).bytes(args.n, args.k);
@@ -351,13 +351,13 @@ fp4gemm_status_t quantize_a(GemmArgs const& args, GemmPlan const& plan, char* wo
   return launch_quantize(quantize, plan.device, stream);
 }
 
-/// Decodes both operands, which are MXFP8, into the workspace, with the factors of their rows.
-fp4gemm_status_t decode_mxfp8(GemmArgs const& args, GemmPlan const& plan, char* workspace,
-                              fp4gemm_stream_t stream) {
+/// Decodes both operands, which have an MX format, into the workspace, with the factors of their rows.
+fp4gemm_status_t decode_mx(GemmArgs const& args, GemmPlan const& plan, char* workspace,
+                           fp4gemm_stream_t stream) {
   auto const job_of = [&](bool of_a) {
     fp4gemm_operand_t const& operand = of_a ? args.a : args.b;
     DecodedFactors const factors(args, of_a);
-    Mxfp8DecodeJob job;
+    MxDecodeJob job;
     job.rows = factors.matrices * factors.rows;
     job.k = args.k;
     job.values = static_cast<uint8_t const*>(operand.data);
@@ -374,8 +374,8 @@ fp4gemm_status_t decode_mxfp8(GemmArgs const& args, GemmPlan const& plan, char* 
         reinterpret_cast<float*>(workspace + (of_a ? plan.row_factors_offset : plan.column_factors_offset));
     return job;
   };
-  FP4GEMM_TRY(launch_mxfp8_decode(job_of(true), stream));
-  return launch_mxfp8_decode(job_of(false), stream);
+  FP4GEMM_TRY(launch_mx_decode(job_of(true), stream));
+  return launch_mx_decode(job_of(false), stream);
 }
 
 /// Launches what comes before the kernel, into the workspace: the quantizer of A, one decoder for both
@@ -385,8 +385,8 @@ fp4gemm_status_t convert_operands(GemmArgs const& args, GemmPlan const& plan, ch
   if (plan.quantize_a) {
     FP4GEMM_TRY(quantize_a(args, plan, workspace, stream));
   }
-  if (plan.decode_mxfp8) {
-    return decode_mxfp8(args, plan, workspace, stream);
+  if (plan.decode_mx) {
+    return decode_mx(args, plan, workspace, stream);
   }
   DecodeJob a, b;
   if (plan.decode_a) {

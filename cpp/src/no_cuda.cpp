@@ -45,9 +45,9 @@ fp4gemm_status_t launch_rms_norm_quantize(fp4gemm_rms_norm_quantize_args_t const
                                           fp4gemm_stream_t) {
   return no_cuda();
 }
-fp4gemm_status_t launch_mxfp8_quantize(fp4gemm_mxfp8_args_t const&, fp4gemm_stream_t) { return no_cuda(); }
-fp4gemm_status_t launch_mxfp8_dequantize(fp4gemm_mxfp8_args_t const&, fp4gemm_stream_t) { return no_cuda(); }
-fp4gemm_status_t launch_mxfp8_decode(Mxfp8DecodeJob const&, fp4gemm_stream_t) { return no_cuda(); }
+fp4gemm_status_t launch_mx_quantize(MxArgs const&, fp4gemm_stream_t) { return no_cuda(); }
+fp4gemm_status_t launch_mx_dequantize(MxArgs const&, fp4gemm_stream_t) { return no_cuda(); }
+fp4gemm_status_t launch_mx_decode(MxDecodeJob const&, fp4gemm_stream_t) { return no_cuda(); }
 fp4gemm_status_t launch_decode(DecodeJob const&, DecodeJob const&, int64_t, DeviceProperties const&,
                                fp4gemm_stream_t) {
   return no_cuda();

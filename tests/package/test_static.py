@@ -28,7 +28,7 @@ WAITING = re.compile(
     rf"quantize_rows|quantize_to_records|make_row_records|gather_rows|route_slots|combine_rows|"
     rf"combine_rank_rows|combine_blocks|combine_parts|zero_outside_groups|swizzle_scales|swiglu_forward|swiglu_backward|"
     rf"gemm_kernel|prepare_groups|quantize_tiles|quantize_group_columns|quantize_squares|"
-    rf"(?<!mxfp8_)dequantize|{DECODED}|{PREPACKED}"
+    rf"(?<!mx_)dequantize|{DECODED}|{PREPACKED}"
 )
 # One row in registers, not looped, of x itself: TransformerEngine's cast, grouped or not, and the FP8 cast.
 COMMON_CAST = re.compile(r"quantize_rows(_fp8I.*PlainLoader|.*PlainLoader.*TeCast).*ELb[01]ELb0ELi")
@@ -224,7 +224,7 @@ AHEAD_OF_WAIT: dict[str, dict[str, int]] = {
 }
 # Kernels that are launched after the end of the kernel before them, and therefore do not wait.
 NOT_OVERLAPPED = re.compile(
-    r"columns_amax|tensor_amax|group_amax|mxfp8_quantize|mxfp8_dequantize|mxfp8_decode|prepack|nothing"
+    r"columns_amax|tensor_amax|group_amax|mx_quantize|mx_dequantize|mx_decode|prepack|nothing"
     r"|packed_gemm|search_scales|row_amaxes"
 )
 

@@ -294,35 +294,60 @@ fp4gemm_status_t dequantize(fp4gemm_dequantize_args_t const* args, int device, f
   return on_device(device, [&](auto const& gpu) { return launch_dequantize(*args, gpu, stream); });
 }
 
-/// Checks the arguments that MXFP8 quantization and dequantization share.
-fp4gemm_status_t check_mxfp8(fp4gemm_mxfp8_args_t const* args) {
-  FP4GEMM_TRY(check_args(args));
+/// Checks what the struct of every MX format has.
+template <class Args>
+fp4gemm_status_t check_mx(Args const* args, char const* values_name, uint8_t const* values) {
   FP4GEMM_TRY(check_size("m", args->m, 0, 1));
-  FP4GEMM_TRY(check_size("k", args->k, Rules::kMxfp8K, Rules::kMxfp8K, Rules::kMaxK));
+  FP4GEMM_TRY(check_size("k", args->k, Rules::kMxK, Rules::kMxK, Rules::kMaxK));
   FP4GEMM_TRY(check_dtype("dtype", args->dtype));
-  FP4GEMM_TRY(check_enum("fp8", args->fp8, FP4GEMM_E5M2, "FP4GEMM_E4M3 or FP4GEMM_E5M2"));
   FP4GEMM_TRY(check_flag("is_transposed", args->is_transposed));
   FP4GEMM_TRY(check_flag("scales_are_compact", args->scales_are_compact));
   FP4GEMM_TRY(check_groups(args->offs, args->num_groups));
   FP4GEMM_CHECK(args->offs == nullptr || args->scales_are_compact == 0,
                 "scales_are_compact: is %d, must be 0 for groups", args->scales_are_compact);
-  FP4GEMM_TRY(check_buffer("values", args->values, args->m * args->k));
-  return check_buffer("scales", args->scales, args->m * args->k / 32, args->scales_are_compact != 0 ? 1 : 16);
+  FP4GEMM_TRY(check_buffer(values_name, values, args->m * args->k));
+  return check_buffer("scales", args->scales, args->m * args->k / Rules::kMxK,
+                      args->scales_are_compact != 0 ? 1 : 16);
 }
 
-fp4gemm_status_t mxfp8_quantize(fp4gemm_mxfp8_args_t const* args, int device, fp4gemm_stream_t stream) {
-  FP4GEMM_TRY(check_mxfp8(args));
-  FP4GEMM_TRY(check_input(args->m, args->k, args->x, args->x_row_stride, args->k, args->dtype));
-  if (args->is_transposed != 0 && args->offs == nullptr) {
-    FP4GEMM_TRY(check_size("m", args->m, Rules::kMxfp8K, Rules::kMxfp8K));
+template <class Args>
+MxArgs mx_args_of(Args const& args, MxElement element, uint8_t* values) {
+  return {args.m,
+          args.k,
+          args.x,
+          args.x_row_stride,
+          args.y,
+          args.dtype,
+          args.is_transposed != 0,
+          element,
+          values,
+          args.scales,
+          args.scales_are_compact != 0,
+          args.offs,
+          args.num_groups};
+}
+
+fp4gemm_status_t mx_quantize(MxArgs const& args, int device, fp4gemm_stream_t stream) {
+  FP4GEMM_TRY(check_input(args.m, args.k, args.x, args.x_row_stride, args.k, args.dtype));
+  if (args.is_transposed && args.offs == nullptr) {
+    FP4GEMM_TRY(check_size("m", args.m, Rules::kMxK, Rules::kMxK));
   }
-  return on_device(device, [&](DeviceProperties const&) { return launch_mxfp8_quantize(*args, stream); });
+  return on_device(device, [&](DeviceProperties const&) { return launch_mx_quantize(args, stream); });
 }
 
-fp4gemm_status_t mxfp8_dequantize(fp4gemm_mxfp8_args_t const* args, int device, fp4gemm_stream_t stream) {
-  FP4GEMM_TRY(check_mxfp8(args));
-  FP4GEMM_TRY(check_buffer("y", args->y, args->m * args->k));
-  return on_device(device, [&](DeviceProperties const&) { return launch_mxfp8_dequantize(*args, stream); });
+fp4gemm_status_t mx_dequantize(MxArgs const& args, int device, fp4gemm_stream_t stream) {
+  FP4GEMM_TRY(check_buffer("y", args.y, args.m * args.k));
+  return on_device(device, [&](DeviceProperties const&) { return launch_mx_dequantize(args, stream); });
+}
+
+fp4gemm_status_t check_mxfp8(fp4gemm_mxfp8_args_t const* args) {
+  FP4GEMM_TRY(check_args(args));
+  FP4GEMM_TRY(check_enum("fp8", args->fp8, FP4GEMM_E5M2, "FP4GEMM_E4M3 or FP4GEMM_E5M2"));
+  return check_mx(args, "values", args->values);
+}
+
+MxArgs mx_args_of(fp4gemm_mxfp8_args_t const& args) {
+  return mx_args_of(args, args.fp8 == FP4GEMM_E4M3 ? MxElement::kE4m3 : MxElement::kE5m2, args.values);
 }
 
 fp4gemm_status_t decode(DecodeJob const& job, int64_t k, int device, fp4gemm_stream_t stream) {
@@ -414,12 +439,14 @@ fp4gemm_status_t fp4gemm_rms_norm_quantize(fp4gemm_rms_norm_quantize_args_t cons
 
 fp4gemm_status_t fp4gemm_mxfp8_quantize(fp4gemm_mxfp8_args_t const* args, int device,
                                         fp4gemm_stream_t stream) {
-  return fp4gemm::mxfp8_quantize(args, device, stream);
+  FP4GEMM_TRY(fp4gemm::check_mxfp8(args));
+  return fp4gemm::mx_quantize(fp4gemm::mx_args_of(*args), device, stream);
 }
 
 fp4gemm_status_t fp4gemm_mxfp8_dequantize(fp4gemm_mxfp8_args_t const* args, int device,
                                           fp4gemm_stream_t stream) {
-  return fp4gemm::mxfp8_dequantize(args, device, stream);
+  FP4GEMM_TRY(fp4gemm::check_mxfp8(args));
+  return fp4gemm::mx_dequantize(fp4gemm::mx_args_of(*args), device, stream);
 }
 
 fp4gemm_status_t fp4gemm_decode(int64_t m, int64_t k, uint8_t const* codes, uint8_t const* scales, void* y,

@@ -28,15 +28,35 @@ fp4gemm_status_t launch_rms_norm_quantize(fp4gemm_rms_norm_quantize_args_t const
 fp4gemm_status_t launch_dequantize(fp4gemm_dequantize_args_t const& args, DeviceProperties const& properties,
                                    fp4gemm_stream_t stream);
 
-fp4gemm_status_t launch_mxfp8_quantize(fp4gemm_mxfp8_args_t const& args, fp4gemm_stream_t stream);
+/// The elements of a tensor in an MX format.
+enum class MxElement { kE4m3, kE5m2 };
 
-fp4gemm_status_t launch_mxfp8_dequantize(fp4gemm_mxfp8_args_t const& args, fp4gemm_stream_t stream);
+/// What the C interface's structs of the MX formats have in common; the fields are those of
+/// fp4gemm_mxfp8_args_t.
+struct MxArgs {
+  int64_t m, k;
+  void const* x;
+  int64_t x_row_stride;
+  void* y;
+  fp4gemm_dtype_t dtype;
+  bool is_transposed;
+  MxElement element;
+  uint8_t* values;
+  uint8_t* scales;
+  bool scales_are_compact;
+  int32_t const* offs;
+  int num_groups;
+};
 
-/// An MXFP8 operand in e4m3 to decode for a product of fp16 operands: one matrix, groups of rows, or a stack
-/// of matrices. Row r becomes y (rows, k) = fp16(value * scale / 2^p), and its factor is 2^p, where 2^p is
-/// 2^-7 times the largest scale of the row that is no NaN. This is exact where no scale of a value that is
+fp4gemm_status_t launch_mx_quantize(MxArgs const& args, fp4gemm_stream_t stream);
+
+fp4gemm_status_t launch_mx_dequantize(MxArgs const& args, fp4gemm_stream_t stream);
+
+/// An operand in an MX format to decode for a product of fp16 operands: one matrix, groups of rows, or a
+/// stack of matrices. Row r becomes y (rows, k) = fp16(value * scale / 2^p), and its factor is 2^p, where 2^p
+/// is 2^-7 times the largest scale of the row that is no NaN. This is exact where no scale of a value that is
 /// not zero is below that by more than 2^22; what lies below is rounded to a multiple of 2^-24.
-struct Mxfp8DecodeJob {
+struct MxDecodeJob {
   int64_t rows = 0;
   int64_t k = 0;
   uint8_t const* values = nullptr;
@@ -52,7 +72,7 @@ struct Mxfp8DecodeJob {
   float* factors = nullptr;  // out (num_given, rows)
 };
 
-fp4gemm_status_t launch_mxfp8_decode(Mxfp8DecodeJob const& job, fp4gemm_stream_t stream);
+fp4gemm_status_t launch_mx_decode(MxDecodeJob const& job, fp4gemm_stream_t stream);
 
 /// An operand to decode, y (rows, k) fp16 = e2m1 value * block scale: one matrix, groups of rows, or a stack
 /// of matrices.

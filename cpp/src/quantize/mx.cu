@@ -1,4 +1,4 @@
-// MXFP8: blocks of 32 fp8 elements with one power-of-two scale, quantized, dequantized, and decoded for
+// The MX formats: blocks of 32 elements with one power-of-two scale, quantized, dequantized, and decoded for
 // products of fp16 operands.
 #include <cuda/std/type_traits>
 
@@ -16,7 +16,7 @@ namespace {
 constexpr int kMxBlock = 32;
 constexpr int kThreads = 128;
 
-struct Mxfp8Params {
+struct MxParams {
   void const* x;
   int64_t x_row_stride;
   void* y;
@@ -27,7 +27,7 @@ struct Mxfp8Params {
   bool scales_are_compact;
   Groups groups;            // of rows of x or y
   int64_t grouped_columns;  // of x^T, with groups
-  unsigned first_cta = 0;   // mxfp8_quantize_*: CTAs of the launches before, along the dimension that m sets
+  unsigned first_cta = 0;   // mx_quantize_*: CTAs of the launches before, along the dimension that m sets
 };
 
 /// A row of the swizzled scales of groups: the row of x that it belongs to, or -1 where it is padding. Row
@@ -67,34 +67,56 @@ __device__ inline float e8m0_to_float(int power) {
                                         : static_cast<uint32_t>(power) << 23);
 }
 
-/// Quantizes a block to the fp8 format kFp8 and returns its scale as e8m0.
-template <__nv_fp8_interpretation_t kFp8>
-__device__ inline uint8_t quantize_mx_block(float const (&x)[kMxBlock], Chunk<uint8_t, kMxBlock>& values) {
-  float amax = 0.0f;
+/// The elements of a format. A struct of them has:
+///   kBits              of an element
+///   kLargestExponent   of the scales of a row that is decoded: the largest such that fp16 holds the largest
+///                      value times two to that power
+///   quantize           a block to elements, with the e8m0 code of its scale as the result
+///   decode             elements to fp16, exactly
+template <__nv_fp8_interpretation_t kFormat>
+struct Fp8Elements {
+  static constexpr int kBits = 8;
+  static constexpr int kLargestExponent = 7;  // 448 * 2^7 = 57344; only e4m3 is decoded
+
+  static __device__ uint8_t quantize(float const (&x)[kMxBlock], Chunk<uint8_t, kMxBlock>& values) {
+    float amax = 0.0f;
 #pragma unroll
-  for (int i = 0; i < kMxBlock; ++i) {
-    amax = fmaxf(amax, fabsf(x[i]));  // drops NaN
-  }
-  uint8_t const scale =
-      float_to_e8m0_up(__fmul_rn(amax, kFp8 == __NV_E4M3 ? 1.0f / 448.0f : 1.0f / 57344.0f));
-  float const inverse = e8m0_to_float(254 - scale);
+    for (int i = 0; i < kMxBlock; ++i) {
+      amax = fmaxf(amax, fabsf(x[i]));  // drops NaN
+    }
+    uint8_t const scale =
+        float_to_e8m0_up(__fmul_rn(amax, kFormat == __NV_E4M3 ? 1.0f / 448.0f : 1.0f / 57344.0f));
+    float const inverse = e8m0_to_float(254 - scale);
 #pragma unroll
-  for (int i = 0; i < kMxBlock; ++i) {
-    float const scaled = __fmul_rn(x[i], inverse);
-    uint8_t const value =
-        kFp8 == __NV_E4M3 ? float_to_e4m3(scaled) : __nv_cvt_float_to_fp8(scaled, __NV_SATFINITE, __NV_E5M2);
-    values.elements[i] = x[i] != x[i] ? uint8_t{0x7F} : value;
+    for (int i = 0; i < kMxBlock; ++i) {
+      float const scaled = __fmul_rn(x[i], inverse);
+      uint8_t const value = kFormat == __NV_E4M3 ? float_to_e4m3(scaled)
+                                                 : __nv_cvt_float_to_fp8(scaled, __NV_SATFINITE, __NV_E5M2);
+      values.elements[i] = x[i] != x[i] ? uint8_t{0x7F} : value;
+    }
+    return scale;
   }
-  return scale;
-}
+
+  template <int N>
+  static __device__ void decode(Chunk<uint8_t, N> const& bytes, __half (&values)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      values[i] = __half(__nv_cvt_fp8_to_halfraw(bytes.elements[i], kFormat));
+    }
+  }
+};
+
+/// The bytes of a block.
+template <class Elements>
+using BlockOf = Chunk<uint8_t, kMxBlock * Elements::kBits / 8>;
 
 /// Quantizes along k, with a CTA for each row of x or of the padding of the scales. With groups, the values
 /// of rows behind the last one are zero.
 ///
 /// @tparam T The type of x.
-/// @tparam kFp8 The fp8 format of the result.
-template <class T, __nv_fp8_interpretation_t kFp8>
-__global__ void __launch_bounds__(kThreads) mxfp8_quantize_rows(Mxfp8Params p) {
+/// @tparam Elements The elements of the result.
+template <class T, class Elements>
+__global__ void __launch_bounds__(kThreads) mx_quantize_rows(MxParams p) {
   int64_t const padded =
       p.first_cta + blockIdx.x;  // up to 2^31, the padding included: in 32 bits without a sign
   bool const grouped = p.groups.offs != nullptr;
@@ -117,12 +139,12 @@ __global__ void __launch_bounds__(kThreads) mxfp8_quantize_rows(Mxfp8Params p) {
           x[i * kPerVector + j] = static_cast<float>(vector.elements[j]);
         }
       }
-      Chunk<uint8_t, kMxBlock> values;
-      scale = quantize_mx_block<kFp8>(x, values);
-      reinterpret_cast<Chunk<uint8_t, kMxBlock>*>(p.values)[row * num_blocks + block] = values;
+      BlockOf<Elements> values;
+      scale = Elements::quantize(x, values);
+      reinterpret_cast<BlockOf<Elements>*>(p.values)[row * num_blocks + block] = values;
     }
     if (found.outside >= 0 && block < num_blocks) {
-      reinterpret_cast<Chunk<uint8_t, kMxBlock>*>(p.values)[found.outside * num_blocks + block] = {};
+      reinterpret_cast<BlockOf<Elements>*>(p.values)[found.outside * num_blocks + block] = {};
     }
     p.scales[mx_scale_offset(padded, block, num_blocks, p.scales_are_compact)] = scale;
   }
@@ -131,8 +153,8 @@ __global__ void __launch_bounds__(kThreads) mxfp8_quantize_rows(Mxfp8Params p) {
 /// Quantizes along m into x^T, with a CTA for each 32 columns by 128 rows of x. A thread quantizes 32 rows of
 /// a column, which is a block of x^T. With groups, each begins at a multiple of 128 columns of x^T, those of
 /// the rows of a CTA; columns that hold no row are zero. Template parameters: as above.
-template <class T, __nv_fp8_interpretation_t kFp8>
-__global__ void __launch_bounds__(kThreads) mxfp8_quantize_columns(Mxfp8Params p) {
+template <class T, class Elements>
+__global__ void __launch_bounds__(kThreads) mx_quantize_columns(MxParams p) {
   int64_t const column = int64_t{blockIdx.x} * 32 + threadIdx.x % 32;
   unsigned const tile = p.first_cta + blockIdx.y;
   int const in_tile = static_cast<int>(threadIdx.x / 32) * kMxBlock;
@@ -151,24 +173,24 @@ __global__ void __launch_bounds__(kThreads) mxfp8_quantize_columns(Mxfp8Params p
     for (int i = 0; i < kMxBlock; ++i) {
       x[i] = in_tile + i < rows.count ? static_cast<float>(first[i * p.x_row_stride]) : 0.0f;
     }
-    Chunk<uint8_t, kMxBlock> values;
-    scale = quantize_mx_block<kFp8>(x, values);
-    reinterpret_cast<Chunk<uint8_t, kMxBlock>*>(p.values)[column * num_blocks + block] = values;
+    BlockOf<Elements> values;
+    scale = Elements::quantize(x, values);
+    reinterpret_cast<BlockOf<Elements>*>(p.values)[column * num_blocks + block] = values;
   }
   if (!p.scales_are_compact || (column < p.k && block < num_blocks)) {
     p.scales[mx_scale_offset(column, block, num_blocks, p.scales_are_compact)] = scale;
   }
 }
 
-constexpr int kMxChunk = 8;  // elements that a thread of mxfp8_dequantize converts at a time
+constexpr int kMxChunk = 8;  // elements that a thread of mx_dequantize converts at a time
 
 /// Dequantizes, with a CTA for each row, or with groups for each row of the scales. Rows behind the last
 /// group are zero.
 ///
 /// @tparam T The type of the result.
-/// @tparam kFp8 The fp8 format of the values.
-template <class T, __nv_fp8_interpretation_t kFp8>
-__global__ void __launch_bounds__(kThreads) mxfp8_dequantize(Mxfp8Params p) {
+/// @tparam Elements The elements of the values.
+template <class T, class Elements>
+__global__ void __launch_bounds__(kThreads) mx_dequantize(MxParams p) {
   int64_t const padded = p.first_cta + blockIdx.x;
   GroupedRow const found =
       p.groups.offs != nullptr ? find_row(p.groups, p.m, padded) : GroupedRow{padded, -1};
@@ -182,25 +204,26 @@ __global__ void __launch_bounds__(kThreads) mxfp8_dequantize(Mxfp8Params p) {
     if (row < 0) {
       continue;
     }
-    auto const values = reinterpret_cast<Chunk<uint8_t, kMxChunk> const*>(p.values)[row * num_chunks + chunk];
+    __half values[kMxChunk];
+    Elements::decode(reinterpret_cast<Chunk<uint8_t, kMxChunk * Elements::kBits / 8> const*>(
+                         p.values)[row * num_chunks + chunk],
+                     values);
     float const scale = e8m0_to_float(
         p.scales[mx_scale_offset(padded, chunk * kMxChunk / kMxBlock, num_blocks, p.scales_are_compact)]);
     Chunk<T, kMxChunk> result;
 #pragma unroll
     for (int i = 0; i < kMxChunk; ++i) {
-      float const value = __half2float(__half(__nv_cvt_fp8_to_halfraw(values.elements[i], kFp8)));
-      result.elements[i] = from_float<T>(__fmul_rn(value, scale));
+      result.elements[i] = from_float<T>(__fmul_rn(__half2float(values[i]), scale));
     }
     static_cast<Chunk<T, kMxChunk>*>(p.y)[row * num_chunks + chunk] = result;
   }
 }
 
-constexpr int kWarps = kThreads / 32;  // of a CTA of mxfp8_decode, which decode a row each
-// The largest scale of a row becomes 2^7, so that 448 becomes 57344, which fp16 holds.
-constexpr int kLargestExponent = 7;
+constexpr int kWarps = kThreads / 32;  // of a CTA of mx_decode, which decode a row each
 
-/// See Mxfp8DecodeJob. Warps count the rows of the scales.
-__global__ void __launch_bounds__(kThreads) mxfp8_decode(__grid_constant__ Mxfp8DecodeJob const job) {
+/// See MxDecodeJob. Warps count the rows of the scales.
+template <class Elements>
+__global__ void __launch_bounds__(kThreads) mx_decode(__grid_constant__ MxDecodeJob const job) {
   int const lane = static_cast<int>(threadIdx.x % 32);
   int64_t const padded = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32;
   int64_t row = -1;
@@ -228,24 +251,24 @@ __global__ void __launch_bounds__(kThreads) mxfp8_decode(__grid_constant__ Mxfp8
   largest = __reduce_max_sync(0xFFFFFFFFu, largest);
 
   constexpr int kHalves = 2;  // chunks of a block
-  using Values = Chunk<uint8_t, kMxBlock / kHalves>;
+  using Values = Chunk<uint8_t, kMxBlock / kHalves * Elements::kBits / 8>;
   using Decoded = Chunk<__half, kMxBlock / kHalves>;
   for (int chunk = lane; chunk < num_blocks * kHalves; chunk += 32) {
-    Values const values = reinterpret_cast<Values const*>(job.values)[row * num_blocks * kHalves + chunk];
+    __half values[kMxBlock / kHalves];
+    Elements::decode(reinterpret_cast<Values const*>(job.values)[row * num_blocks * kHalves + chunk], values);
     int const scale = scale_of(chunk / kHalves);
     // From 2^-120 on values times factors are far below what fp16 holds.
     float const factor =
-        e8m0_to_float(scale == 255 ? 255 : max(scale - largest + kLargestExponent, -120) + 127);
+        e8m0_to_float(scale == 255 ? 255 : max(scale - largest + Elements::kLargestExponent, -120) + 127);
     Decoded decoded;
 #pragma unroll
     for (int i = 0; i < kMxBlock / kHalves; ++i) {
-      float const value = __half2float(__half(__nv_cvt_fp8_to_halfraw(values.elements[i], __NV_E4M3)));
-      decoded.elements[i] = __float2half_rn(__fmul_rn(value, factor));
+      decoded.elements[i] = __float2half_rn(__fmul_rn(__half2float(values[i]), factor));
     }
     static_cast<Decoded*>(job.y)[row * num_blocks * kHalves + chunk] = decoded;
   }
 
-  int const exponent = largest - 127 - kLargestExponent;  // from -134 on, which is subnormal
+  int const exponent = largest - 127 - Elements::kLargestExponent;  // from -140 on, which is subnormal
   float const power = __uint_as_float(exponent >= -126 ? static_cast<uint32_t>(exponent + 127) << 23
                                                        : 1u << (exponent + 149));
   int64_t const in_matrix = job.offs != nullptr ? row : row - matrix * job.rows_per_matrix;
@@ -256,7 +279,7 @@ __global__ void __launch_bounds__(kThreads) mxfp8_decode(__grid_constant__ Mxfp8
   }
 }
 
-Mxfp8Params params_of(fp4gemm_mxfp8_args_t const& args) {
+MxParams params_of(MxArgs const& args) {
   return {args.x,
           args.x_row_stride,
           args.y,
@@ -264,46 +287,45 @@ Mxfp8Params params_of(fp4gemm_mxfp8_args_t const& args) {
           args.k,
           args.values,
           args.scales,
-          args.scales_are_compact != 0,
+          args.scales_are_compact,
           {args.offs, args.num_groups},
           args.offs != nullptr ? fp4gemm_grouped_scale_rows(args.m, args.num_groups) : 0};
 }
 
-/// Calls launch(T{}, fp8) for the type of x or y and the fp8 format as an integral_constant.
+/// Calls launch(T{}, Elements{}) for the type of x or y and the elements.
 template <class Launch>
-void for_types(fp4gemm_mxfp8_args_t const& args, Launch const& launch) {
+void for_types(MxArgs const& args, Launch const& launch) {
   for_type(args.dtype, [&](auto type) {
-    if (args.fp8 == FP4GEMM_E4M3) {
-      launch(type, cuda::std::integral_constant<__nv_fp8_interpretation_t, __NV_E4M3>{});
-    } else {
-      launch(type, cuda::std::integral_constant<__nv_fp8_interpretation_t, __NV_E5M2>{});
+    switch (args.element) {
+      case MxElement::kE4m3: launch(type, Fp8Elements<__NV_E4M3>{}); break;
+      case MxElement::kE5m2: launch(type, Fp8Elements<__NV_E5M2>{}); break;
     }
   });
 }
 
 }  // namespace
 
-fp4gemm_status_t launch_mxfp8_quantize(fp4gemm_mxfp8_args_t const& args, fp4gemm_stream_t stream) {
+fp4gemm_status_t launch_mx_quantize(MxArgs const& args, fp4gemm_stream_t stream) {
   if (args.m == 0) {
     return FP4GEMM_SUCCESS;
   }
-  Mxfp8Params params = params_of(args);
-  for_types(args, [&](auto type, auto fp8) {
+  MxParams params = params_of(args);
+  for_types(args, [&](auto type, auto elements) {
     using T = decltype(type);
-    if (args.is_transposed != 0) {
+    if (args.is_transposed) {
       // Whole tiles of 128 x 4 scales.
       auto const width = static_cast<unsigned>(scale_rows_of(args.k) / 32);
       int64_t const rows = args.offs != nullptr ? params.grouped_columns : args.m;
       for_grid_parts(ceil_div(rows, 4 * kMxBlock), kMaxGridY, [&](int64_t first, unsigned count) {
         params.first_cta = static_cast<unsigned>(first);
-        mxfp8_quantize_columns<T, decltype(fp8)::value><<<dim3(width, count), kThreads, 0, stream>>>(params);
+        mx_quantize_columns<T, decltype(elements)><<<dim3(width, count), kThreads, 0, stream>>>(params);
       });
     } else {
       int64_t const rows =
-          args.scales_are_compact != 0 ? args.m : scale_rows_of(args.m, args.offs, args.num_groups);
+          args.scales_are_compact ? args.m : scale_rows_of(args.m, args.offs, args.num_groups);
       for_grid_parts(rows, kMaxGridX, [&](int64_t first, unsigned count) {
         params.first_cta = static_cast<unsigned>(first);
-        mxfp8_quantize_rows<T, decltype(fp8)::value><<<count, kThreads, 0, stream>>>(params);
+        mx_quantize_rows<T, decltype(elements)><<<count, kThreads, 0, stream>>>(params);
       });
     }
   });
@@ -311,31 +333,31 @@ fp4gemm_status_t launch_mxfp8_quantize(fp4gemm_mxfp8_args_t const& args, fp4gemm
   return FP4GEMM_SUCCESS;
 }
 
-fp4gemm_status_t launch_mxfp8_dequantize(fp4gemm_mxfp8_args_t const& args, fp4gemm_stream_t stream) {
+fp4gemm_status_t launch_mx_dequantize(MxArgs const& args, fp4gemm_stream_t stream) {
   if (args.m == 0) {
     return FP4GEMM_SUCCESS;
   }
-  Mxfp8Params params = params_of(args);
+  MxParams params = params_of(args);
   int64_t const rows = args.offs != nullptr ? fp4gemm_grouped_scale_rows(args.m, args.num_groups) : args.m;
-  for_types(args, [&](auto type, auto fp8) {
+  for_types(args, [&](auto type, auto elements) {
     for_grid_parts(rows, kMaxGridX, [&](int64_t first, unsigned count) {
       params.first_cta = static_cast<unsigned>(first);
-      mxfp8_dequantize<decltype(type), decltype(fp8)::value><<<count, kThreads, 0, stream>>>(params);
+      mx_dequantize<decltype(type), decltype(elements)><<<count, kThreads, 0, stream>>>(params);
     });
   });
   FP4GEMM_CUDA(cudaGetLastError());
   return FP4GEMM_SUCCESS;
 }
 
-fp4gemm_status_t launch_mxfp8_decode(Mxfp8DecodeJob const& job, fp4gemm_stream_t stream) {
+fp4gemm_status_t launch_mx_decode(MxDecodeJob const& job, fp4gemm_stream_t stream) {
   if (job.rows == 0) {
     return FP4GEMM_SUCCESS;
   }
   int64_t const rows = job.offs != nullptr
                            ? fp4gemm_grouped_scale_rows(job.rows, job.num_groups)
                            : job.rows / job.rows_per_matrix * scale_rows_of(job.rows_per_matrix);
-  FP4GEMM_TRY(check_grid("mxfp8_decode", rows / kWarps));
-  mxfp8_decode<<<static_cast<unsigned>(rows / kWarps), kThreads, 0, stream>>>(job);
+  FP4GEMM_TRY(check_grid("mx_decode", rows / kWarps));
+  mx_decode<Fp8Elements<__NV_E4M3>><<<static_cast<unsigned>(rows / kWarps), kThreads, 0, stream>>>(job);
   FP4GEMM_CUDA(cudaGetLastError());
   return FP4GEMM_SUCCESS;
 }
