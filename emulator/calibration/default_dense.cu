@@ -39,8 +39,8 @@ int main(int argc, char** argv) {
   }
   int const m = std::atoi(argv[1]), n = std::atoi(argv[2]), k = std::atoi(argv[3]);
   int failed = 0;
-#ifdef CALIBRATION_MXFP8
-  failed += check<128, 128, 1, 1, Row>("MXFP8, 128x128, row-major D", m, n, k);
+#if defined(CALIBRATION_MXFP8) || defined(CALIBRATION_MXFP4)
+  failed += check<128, 128, 1, 1, Row>("MX, 128x128, row-major D", m, n, k);
 #elif CALIBRATION_ARCH == 120
   failed += check<128, 128, 1, 1, Row>("128x128, row-major D", m, n, k);
   if constexpr (sizeof(Out) == 2) {

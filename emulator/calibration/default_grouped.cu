@@ -89,8 +89,8 @@ int main(int argc, char** argv) {
     rows.push_back(std::atoi(argv[i]));
   }
   int failed = 0;
-#ifdef CALIBRATION_MXFP8
-  failed += check<128, 128, 1, 1, Row>("MXFP8, 128x128, row-major D", n, k, rows);
+#if defined(CALIBRATION_MXFP8) || defined(CALIBRATION_MXFP4)
+  failed += check<128, 128, 1, 1, Row>("MX, 128x128, row-major D", n, k, rows);
 #elif CALIBRATION_ARCH == 120
   failed += check<128, 128, 1, 1, Row>("128x128, row-major D", n, k, rows);
 #else

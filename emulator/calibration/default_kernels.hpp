@@ -1,6 +1,7 @@
 // CUTLASS's own kernels of block-scaled operands for SM100 or SM120 with the default epilogue (linear
 // combination without C), by tile and layout, and their verification against CUTLASS's host reference.
-// CALIBRATION_ARCH is 100 or 120; with CALIBRATION_MXFP8 the operands are MXFP8, otherwise NVFP4.
+// CALIBRATION_ARCH is 100 or 120; with CALIBRATION_MXFP8 or CALIBRATION_MXFP4 the operands are those,
+// otherwise NVFP4.
 #pragma once
 
 #include <cstdio>
@@ -26,11 +27,15 @@ namespace calibration {
 
 using namespace cute;
 
-#ifdef CALIBRATION_MXFP8
-constexpr bool kMxfp8 = true;
+enum class Format { kNvfp4, kMxfp8, kMxfp4 };
+#if defined(CALIBRATION_MXFP8)
+constexpr Format kFormat = Format::kMxfp8;
 using Element = cutlass::mx_float8_t<cutlass::float_e4m3_t>;
+#elif defined(CALIBRATION_MXFP4)
+constexpr Format kFormat = Format::kMxfp4;
+using Element = cutlass::mx_float4_t<cutlass::float_e2m1_t>;
 #else
-constexpr bool kMxfp8 = false;
+constexpr Format kFormat = Format::kNvfp4;
 using Element = cutlass::nv_float4_t<cutlass::float_e2m1_t>;
 #endif
 constexpr int kAlignment = 128 / cutlass::sizeof_bits<typename Element::DataType>::value;  // of operands
@@ -42,7 +47,7 @@ struct Machine;
 template <int M, int N, bool kGrouped>
 struct Machine<100, M, N, kGrouped> {
   using Arch = cutlass::arch::Sm100;
-  static constexpr int kTileK = kMxfp8 ? 128 : 256;
+  static constexpr int kTileK = kFormat == Format::kMxfp8 ? 128 : 256;
   static constexpr bool kTwoSm = M == 256;
   // With n = 256 the two accumulators of CUTLASS overlap by the columns of the epilogue tile, since TMEM also
   // has to hold the scale factors.
@@ -62,8 +67,13 @@ struct Machine<100, M, N, kGrouped> {
   using Mxfp8Schedule =
       conditional_t<kGrouped, cutlass::gemm::KernelPtrArrayTmaWarpSpecialized1SmMxf8f6f4Sm100,
                     cutlass::gemm::KernelTmaWarpSpecialized1SmMxf8f6f4Sm100>;
-  static_assert(!kMxfp8 || !kTwoSm, "no tile of this library that two SMs share multiplies MXFP8");
-  using MainloopSchedule = conditional_t<kMxfp8, Mxfp8Schedule, Nvfp4Schedule>;
+  using Mxfp4Schedule = conditional_t<kGrouped, cutlass::gemm::KernelPtrArrayTmaWarpSpecialized1SmMxf4Sm100,
+                                      cutlass::gemm::KernelTmaWarpSpecialized1SmMxf4Sm100>;
+  static_assert(kFormat == Format::kNvfp4 || !kTwoSm,
+                "no tile of this library that two SMs share has MX operands");
+  using MainloopSchedule =
+      conditional_t<kFormat == Format::kMxfp8, Mxfp8Schedule,
+                    conditional_t<kFormat == Format::kMxfp4, Mxfp4Schedule, Nvfp4Schedule>>;
 };
 
 template <int M, int N, bool kGrouped>
@@ -121,11 +131,11 @@ void fill(View view, unsigned seed, int limit) {
   cutlass::reference::host::TensorFillRandomUniform(view, seed, limit, -limit, 0);
 }
 
-/// Fills scales: those of NVFP4 as above, those of MXFP8, which have no sign and no zero, with 1/2, 1, 2
+/// Fills scales: those of NVFP4 as above, those of MX formats, which have no sign and no zero, with 1/2, 1, 2
 /// and 4.
 template <class Scales>
 void fill_scales(Scales& scales, unsigned seed) {
-  if constexpr (kMxfp8) {
+  if constexpr (kFormat != Format::kNvfp4) {
     for (size_t i = 0; i < scales.size(); ++i) {
       seed = seed * 1664525u + 1013904223u;
       scales.host_data()[i] = std::decay_t<decltype(scales.host_data()[i])>::bitcast(126 + (seed >> 30));

@@ -1,7 +1,7 @@
 // mma.sync: products of matrices that a warp holds in registers (PTX ISA, "Warp Level Matrix Instructions:
 // mma"): D = A B^T + C with A of 16 rows, B of 8 rows and fp32 C and D. A row of A or B has 32 bytes in every
 // shape: 16 elements of 16 bits, 32 of 8 bits with one scale factor, or 64 of 4 bits with a scale factor for
-// each 16 of them.
+// each 16 or 32 of them.
 //
 // The option `arithmetic` says how the products add up: PTXEMU_ROUNDED sums them in double, adds C, and
 // rounds once to fp32; PTXEMU_TRUNCATED is MMA-Sim's model (numeric.hpp), in which products of fp16 and bf16
@@ -25,11 +25,11 @@ constexpr int kLaneBytes = sizeof(u32);   // of a row, in a register of a lane
 constexpr int kHalfRow = 4 * kLaneBytes;  // of a row, in a register of four lanes
 
 /// The elements of A and B, in the order of the names that decode_mma_sync looks for.
-enum Element { kF16, kBf16, kE2m1, kE4m3, kNumElements };
+enum Element { kF16, kBf16, kE2m1, kE4m3, kE2m1Mx, kNumElements };  // kE2m1Mx: with ue8m0 scale factors
 
 /// Decodes the elements of a row; returns their number.
 int decode_row(u8 const* bytes, int element, double* out) {
-  if (element == kE2m1) {
+  if (element == kE2m1 || element == kE2m1Mx) {
     for (int i = 0; i < kMaxK; ++i) {
       out[i] = decode_e2m1(bytes[i / 2] >> (i % 2 * 4) & 15);
     }
@@ -96,8 +96,8 @@ u32 truncated_block_product(double const* a, double const* b, double const* scal
 /// mode: the elements of A and B.
 bool decode_mma_sync(Instruction& in) {
   static char const* const types[] = {".f32.f16.f16.f32", ".f32.bf16.bf16.f32", ".f32.e2m1.e2m1.f32.ue4m3",
-                                      ".f32.e4m3.e4m3.f32.ue8m0"};
-  static size_t const num_operands[] = {4, 4, 8, 8};
+                                      ".f32.e4m3.e4m3.f32.ue8m0", ".f32.e2m1.e2m1.f32.ue8m0"};
+  static size_t const num_operands[] = {4, 4, 8, 8, 8};
   in.handler = &Machine::exec_mma_sync;
   for (in.mode[0] = 0; in.mode[0] < kNumElements; ++in.mode[0]) {
     std::string const suffix = types[in.mode[0]];
@@ -118,6 +118,9 @@ bool decode_mma_sync(Instruction& in) {
     case kE4m3:
       return in.has("kind::mxf8f6f4") && in.has("block_scale") && in.has("scale_vec::1X") &&
              in.has("m16n8k32") && in.parts.size() == 14;
+    case kE2m1Mx:
+      return (in.has("kind::mxf4") || in.has("kind::mxf4nvf4")) && in.has("block_scale") &&
+             in.has("scale_vec::2X") && in.has("m16n8k64") && in.parts.size() == 14;
     default: return in.has("m16n8k16") && in.parts.size() == 10;
   }
 }
@@ -164,32 +167,34 @@ Outcome Machine::exec_mma_sync(Warp& warp, Group& group, Instruction const& in, 
     decode_row(b_bytes[n], in.mode[0], b[n]);
   }
 
-  // The scale factors of a row are bytes of one register: all four, from its first block on, or the one that
-  // the byte selector says. Row m of A has them in lane 4 (m % 8) + m / 8 and row n of B in lane 4 n, each
-  // plus what the thread selector says: the other half of the quad for A, a lane of it for B.
+  // The scale factors of a row are bytes of one register: all four, from its first block on, or the one or
+  // two that the byte selector says. Row m of A has them in lane 4 (m % 8) + m / 8 and row n of B in lane 4
+  // n, each plus what the thread selector says: the other half of the quad for A, a lane of it for B.
   double scale_a[kM][kMaxBlocks], scale_b[kN][kMaxBlocks];
-  bool const scaled = in.mode[0] == kE2m1 || in.mode[0] == kE4m3;
-  int const blocks = in.mode[0] == kE2m1 ? kMaxBlocks : 1;
+  bool const scaled = in.mode[0] >= kE2m1;
+  int const blocks = in.mode[0] == kE2m1 ? kMaxBlocks : in.mode[0] == kE2m1Mx ? 2 : 1;
   if (scaled) {
     struct Selector {
       int byte, thread;
     };
     auto const selector = [&](size_t operand, u64 threads) {
-      u64 const bytes = in.mode[0] == kE4m3 ? 4 : 1;
       read_register(operand, 0);
       u64 const byte = row[0] & 0xFFFF;
       read_register(operand, 1);
       u64 const thread = row[0] & 0xFFFF;
-      if (byte >= bytes || thread >= threads) {
+      if (byte >= kMaxBlocks || byte % static_cast<u64>(blocks) != 0 || thread >= threads) {
         fatal("mma.sync with scale selector {%llu, %llu}, must be {%s, 0 to %llu}",
               static_cast<unsigned long long>(byte), static_cast<unsigned long long>(thread),
-              bytes == 1 ? "0" : "0 to 3", static_cast<unsigned long long>(threads - 1));
+              blocks == kMaxBlocks ? "0"
+              : blocks == 2        ? "0 or 2"
+                                   : "0 to 3",
+              static_cast<unsigned long long>(threads - 1));
       }
       return Selector{static_cast<int>(byte), static_cast<int>(thread)};
     };
     auto const factor = [&](u64 word, int byte) {
       u32 const code = static_cast<u32>(word >> (8 * byte) & 255);
-      return in.mode[0] == kE4m3 ? decode_e8m0(code) : decode_ue4m3(code);
+      return in.mode[0] == kE2m1 ? decode_ue4m3(code) : decode_e8m0(code);
     };
     Selector const of_a = selector(5, 2), of_b = selector(7, 4);
     read_register(4, 0);
@@ -207,8 +212,8 @@ Outcome Machine::exec_mma_sync(Warp& warp, Group& group, Instruction const& in, 
   }
 
   bool const truncated = session_.options.arithmetic == PTXEMU_TRUNCATED;
-  if (truncated && in.mode[0] == kE4m3) {
-    fatal("mma.sync.kind::mxf8f6f4 with truncated arithmetic is not modelled");
+  if (truncated && in.mode[0] > kE2m1) {
+    fatal("mma.sync of an MX format with truncated arithmetic is not modelled");
   }
   double sums[kM][kN];
   for (int m = 0; m < kM && !truncated; ++m) {

@@ -29,10 +29,12 @@ bool decode_tcgen05(Instruction& in) {
     return in.parts.size() == 5 && in.has("32x128b") && in.has("warpx4");
   } else if (name == "mma") {
     in.handler = &Machine::exec_tcgen05_mma;
-    in.mode[1] = in.has("kind::mxf8f6f4") ? 1 : 0;
+    bool const is_fp4 = in.has("kind::mxf4") || in.has("kind::mxf4nvf4");
     bool const nvfp4 = in.has("kind::mxf4nvf4") && (in.has("block16") || in.has("scale_vec::4X"));
     bool const mxfp8 = in.has("kind::mxf8f6f4") && in.has("block_scale");
-    return (nvfp4 || mxfp8) && !in.has("sp") && in.operands.size() == 7;
+    bool const mxfp4 = is_fp4 && in.has("block_scale") && (in.has("block32") || in.has("scale_vec::2X"));
+    in.mode[1] = mxfp8 ? 1 : mxfp4 ? 2 : 0;
+    return (nvfp4 || mxfp8 || mxfp4) && !in.has("sp") && in.operands.size() == 7;
   } else if (name == "commit") {
     in.mode[1] = in.has("multicast::cluster");
     in.handler = &Machine::exec_tcgen05_commit;

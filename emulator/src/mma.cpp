@@ -2,6 +2,8 @@
 // instruction multiplies 32 bytes of each row:
 //   kind::mxf4nvf4, blocks of 16   NVFP4: 64 values of k, and a scale factor for each 16 of them
 //   kind::mxf8f6f4                 MXFP8: 32 values of k in e4m3, and one scale factor
+//   kind::mxf4 or mxf4nvf4,        MXFP4: 64 values of k, and a scale factor for each 32 of them
+//   blocks of 32
 // The option `arithmetic` says how the products add up: PTXEMU_ROUNDED sums them in double and rounds once to
 // fp32; PTXEMU_TRUNCATED, for NVFP4 alone, is MMA-Sim's model (numeric.hpp), in which the exact sum of 16
 // products and its two scale factors make a summand with 35 fraction bits. Sums that fit in fp32 are the
@@ -29,16 +31,15 @@ struct Kind {
   u32 k, block;       // values of k of one instruction, and those that share a scale factor
   u32 format;         // of A and B in the instruction descriptor
   bool must_be_e8m0;  // the scale factors; else the instruction descriptor chooses
-  /// Any of the four bytes of a word of scale factors may be that of the instruction; else it uses all four.
-  bool selects_scale;
 
+  /// The scale factors of a row, which begin at a multiple of as many bytes in their word of four.
   u32 blocks() const { return k / block; }
 };
-constexpr Kind kKinds[] = {{64, 16, 1, false, false},
-                           {32, 32, 0, true, true}};  // by the mode of decode_tcgen05
+constexpr Kind kKinds[] = {
+    {64, 16, 1, false}, {32, 32, 0, true}, {64, 32, 1, true}};  // by the mode of decode_tcgen05
 
-/// The instruction descriptor (PTX ISA, "Instruction descriptor", the tables for .kind::mxf4nvf4 and
-/// .kind::mxf8f6f4).
+/// The instruction descriptor (PTX ISA, "Instruction descriptor", the tables for .kind::mxf4,
+/// .kind::mxf4nvf4 and .kind::mxf8f6f4).
 struct InstructionDescriptor {
   u32 m, n, scale_a_id, scale_b_id;
   bool e8m0;  // type of the scale factors; else ue4m3
@@ -51,8 +52,8 @@ InstructionDescriptor unpack(u32 bits, int cta_group, Kind const& kind) {
                                    (bits >> 14 & 1) != 0};
   u32 const format_a = bits >> 7 & 7, format_b = bits >> 10 & 7;
   if ((bits >> 2 & 1) != 0 || format_a != kind.format || format_b != kind.format || (bits >> 15 & 3) != 0 ||
-      (bits >> 31 & 1) != 0 || (kind.must_be_e8m0 && !d.e8m0) ||
-      (!kind.selects_scale && (d.scale_a_id != 0 || d.scale_b_id != 0))) {
+      (bits >> 31 & 1) != 0 || (kind.must_be_e8m0 && !d.e8m0) || d.scale_a_id % kind.blocks() != 0 ||
+      d.scale_b_id % kind.blocks() != 0) {
     fatal(
         "instruction descriptor 0x%08x: sparse, transposed, k = 96, formats %u and %u, %s scales, or scale "
         "ids "
@@ -89,14 +90,14 @@ PTXEMU_CLONES void multiply_block(float const* a, float const* b, u32 n, float* 
   }
 }
 
-/// sums[n] += scale_a * scale_b[n] * sum over the block of NVFP4 of a[k] * b[k][n]. The sum over the block is
-/// exact in float, since it is a multiple of 1/4 of at most 576; its product with the two scale factors has
-/// 20 significant bits.
-PTXEMU_CLONES void accumulate_block(float const* a, float const* b, u32 n, float scale_a,
+/// sums[n] += scale_a * scale_b[n] * sum over a block of e2m1 values of a[k] * b[k][n]. The sum over the
+/// block, of 16 or 32, is exact in float, since it is a multiple of 1/4 of at most 1152; its product with the
+/// two scale factors has 21 significant bits at most.
+PTXEMU_CLONES void accumulate_block(float const* a, float const* b, u32 n, u32 block, float scale_a,
                                     float const* scale_b, double* sums) {
   for (u32 j = 0; j < n; j += kVector) {
     Floats sum = {}, values;
-    for (u32 k = 0; k < 16; ++k) {
+    for (u32 k = 0; k < block; ++k) {
       std::memcpy(&values, &b[k * kMaxColumns + j], sizeof values);
       sum += a[k] * values;
     }
@@ -110,14 +111,14 @@ PTXEMU_CLONES void accumulate_block(float const* a, float const* b, u32 n, float
   }
 }
 
-/// The same for a block of 32 values in e4m3, whose sum is a multiple of 2^-18 below 2^23 and so exact in
-/// double. The scale factors are powers of two.
-PTXEMU_CLONES void accumulate_e4m3_block(float const* a, float const* b, u32 n, float scale_a,
+/// The same for a block of values in e4m3, 32 of them, whose sum is a multiple of 2^-18 below 2^23 and so
+/// exact in double. The scale factors are powers of two.
+PTXEMU_CLONES void accumulate_e4m3_block(float const* a, float const* b, u32 n, u32 block, float scale_a,
                                          float const* scale_b, double* sums) {
   for (u32 j = 0; j < n; j += kVector) {
     Doubles sum = {}, total;
     Floats values, scales;
-    for (u32 k = 0; k < 32; ++k) {
+    for (u32 k = 0; k < block; ++k) {
       std::memcpy(&values, &b[k * kMaxColumns + j], sizeof values);
       sum += static_cast<double>(a[k]) * __builtin_convertvector(values, Doubles);
     }
@@ -191,7 +192,7 @@ void Machine::add_truncated(Cta* cta, Mma const& mma, float const* a, float cons
   constexpr Kind const& kNvfp4 = kKinds[0];
   constexpr u32 kBlocks = kNvfp4.k / kNvfp4.block;
   if (mma.kind != &kNvfp4) {
-    fatal("tcgen05.mma.kind::mxf8f6f4 with truncated arithmetic is not modelled");
+    fatal("tcgen05.mma of an MX format with truncated arithmetic is not modelled");
   }
   u32 const n = mma.shape.n;
   int const least = mma.shape.e8m0 ? -127 : -6;  // the exponent of the least normal scale factor
@@ -280,8 +281,8 @@ void Machine::multiply(Mma const& mma) {
       for (u32 i = 0; i < blocks; ++i) {
         float const scale = mma.shape.negate_a ? -scales[r * blocks + i] : scales[r * blocks + i];
         size_t const first = static_cast<size_t>(i) * mma.kind->block;
-        accumulate(&rows[r * depth + first], &b[first * kMaxColumns], n, scale, &scale_b[i * kMaxColumns],
-                   sums);
+        accumulate(&rows[r * depth + first], &b[first * kMaxColumns], n, mma.kind->block, scale,
+                   &scale_b[i * kMaxColumns], sums);
       }
       for (u32 j = 0; j < n; ++j) {
         u32& word = cta->tmem_word(r, mma.d + j);

@@ -12,6 +12,7 @@ from ptxemu.emulator import EmulatorError
 _RNG = np.random.default_rng(8)
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 _FP4 = "kind::mxf4nvf4.block_scale.scale_vec::4X.m16n8k64.row.col.f32.e2m1.e2m1.f32.ue4m3"
+_MXFP4 = "kind::{kind}.block_scale.scale_vec::2X.m16n8k64.row.col.f32.e2m1.e2m1.f32.ue8m0"
 _FP8 = "kind::mxf8f6f4.block_scale.scale_vec::1X.m16n8k32.row.col.f32.e4m3.e4m3.f32.ue8m0"
 
 
@@ -309,3 +310,44 @@ def test_what_is_not_modelled_is_refused(bench):
         assert f"scale selector {{{byte}, {thread}}}, must be {{0, 0 to 1}}" in _failure(bench, wrong)
     wrong = f"mov.u16 %h1, 4; mov.u16 %h2, 0; mma.sync.aligned.{_FP8} {_REGISTERS}, {scales};"
     assert "scale selector {4, 0}, must be {0 to 3, 0 to 1}" in _failure(bench, wrong)
+
+
+@pytest.mark.parametrize("kind", ["mxf4", "mxf4nvf4"])
+@pytest.mark.parametrize(("bytes_", "threads"), [((0, 0), (0, 0)), ((2, 0), (1, 3)), ((0, 2), (0, 2))])
+def test_mxfp4(bench, kind, bytes_, threads):
+    """Two scale factors of a row, each for 32 values, from the byte on that the selector says."""
+    rows, columns = np.arange(16), np.arange(8)
+    a, b, c = _RNG.integers(0, 16, (16, 64)), _RNG.integers(0, 16, (8, 64)), _RNG.integers(-99, 99, (16, 8))
+    scales = [_RNG.integers(124, 131, (n, 2)) for n in (16, 8)]
+    registers = []
+    for values, lanes, byte in (
+        (scales[0], 4 * (rows % 8) + rows // 8 + 2 * threads[0], bytes_[0]),
+        (scales[1], 4 * columns + threads[1], bytes_[1]),
+    ):
+        words = np.full((32, 4), 0xFF, np.uint8)
+        words[lanes, byte : byte + 2] = values
+        registers.append(words.view(np.uint32))
+    bench.target = "sm_120a"
+    bench.emulator.configure(compute_capability=120)
+    got = _multiply(
+        bench,
+        _MXFP4.format(kind=kind),
+        _fragment_a(a, 4),
+        _fragment_b(b, 4),
+        _fragment_c(c),
+        *registers,
+        tail=f", {{%r10}}, {{{bytes_[0]}, {threads[0]}}}, {{%r11}}, {{{bytes_[1]}, {threads[1]}}}",
+    )
+    left, right = (
+        _e2m1(x) * (2.0 ** (power - 127.0)).repeat(32, axis=1)
+        for x, power in zip((a, b), scales, strict=True)
+    )
+    np.testing.assert_array_equal(got, _fragment_c(left @ right.T + c))
+
+
+def test_mxfp4_selects_pairs_of_scale_factors(bench):
+    zeros = [np.zeros((32, count), np.uint32) for count in (4, 2, 4, 1, 1)]
+    bench.target = "sm_120a"
+    bench.emulator.configure(compute_capability=120)
+    with pytest.raises(EmulatorError, match=r"scale selector \{1, 0\}, must be \{0 or 2, 0 to 1\}"):
+        _multiply(bench, _MXFP4.format(kind="mxf4"), *zeros, tail=", {%r10}, {1, 0}, {%r11}, {0, 0}")

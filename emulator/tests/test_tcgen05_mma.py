@@ -1,4 +1,4 @@
-"""tcgen05.mma of NVFP4 and MXFP8 with scale factors that a kernel stores to tensor memory, against numpy.
+"""tcgen05.mma of NVFP4, MXFP8 and MXFP4 with scale factors that a kernel stores, against numpy.
 
 A lies in shared memory as threads store it, without a swizzle, or as TMA writes it, with one.
 """
@@ -257,4 +257,53 @@ def test_mxfp8_needs_ue8m0_scale_factors(bench):
     bench.kernel(_MXFP8_HEAD + _STORE_A + body, "scale_a", "scale_b", "y", declarations=_SHARED)
     ones = bench.emulator.upload(np.full((_ROWS, _BLOCKS), 0x7F, np.uint8))
     with pytest.raises(EmulatorError, match="formats 0 and 0, ue4m3 scales"):
+        bench.launch(ones, ones, bench.emulator.empty((_ROWS, _COLUMNS), np.float32), block=(128, 1, 1))
+
+
+# Products of MXFP4: 64 values in e2m1 and two scale factors for each row.
+_MXFP4_INSTRUCTION = _MXFP8_INSTRUCTION | 1 << 7 | 1 << 10  # e2m1, ue8m0
+
+
+def _mxfp4_body(kind: str, id_a: int, id_b: int) -> str:
+    instruction = _MXFP4_INSTRUCTION | id_a << 29 | id_b << 4
+    return _BODY.replace(str(_INSTRUCTION), str(instruction)).replace(_KIND, kind)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "kind::mxf4.block_scale.block32",
+        "kind::mxf4.block_scale.scale_vec::2X",
+        "kind::mxf4nvf4.block_scale.scale_vec::2X",
+    ],
+)
+@pytest.mark.parametrize(("id_a", "id_b"), [(0, 0), (2, 0), (0, 2)])
+def test_mxfp4(bench, kind, id_a, id_b):
+    """The ids say where the two bytes of a word of scale factors begin, one for each 32 values of a row."""
+    rng = np.random.default_rng(9)
+    scale_a, scale_b = (rng.integers(120, 134, (n, 4)).astype(np.uint8) for n in (_ROWS, _COLUMNS))
+    padded = np.zeros((32, 4), np.uint8)
+    padded[:_COLUMNS] = scale_b
+    head = _HEAD.replace(str(_ONES * 0x01010101), str(0x42424242))  # 1 and 2 as values of A and B
+    bench.kernel(
+        head + _STORE_A + _mxfp4_body(kind, id_a, id_b), "scale_a", "scale_b", "y", declarations=_SHARED
+    )
+    y = bench.emulator.empty((_ROWS, _COLUMNS), np.float32)
+    bench.launch(bench.emulator.upload(scale_a), bench.emulator.upload(padded), y, block=(128, 1, 1))
+    assert not bench.emulator.hazards()
+    a, b = 2.0 ** (scale_a[:, id_a : id_a + 2] - 127.0), 2.0 ** (scale_b[:, id_b : id_b + 2] - 127.0)
+    total = 16 * (1.0**2 + 2.0**2)  # of a block
+    np.testing.assert_array_equal(bench.emulator.download(y), (total * a @ b.T).astype(np.float32))
+
+
+@pytest.mark.parametrize(
+    ("instruction", "message"),
+    [(_MXFP4_INSTRUCTION & ~(1 << 23), "ue4m3 scales"), (_MXFP4_INSTRUCTION | 1 << 29, "scale ids 1 and 0")],
+    ids=["ue4m3", "id-1"],
+)
+def test_mxfp4_refusals(bench, instruction, message):
+    body = _BODY.replace(str(_INSTRUCTION), str(instruction)).replace(_KIND, "kind::mxf4.block_scale.block32")
+    bench.kernel(_HEAD + _STORE_A + body, "scale_a", "scale_b", "y", declarations=_SHARED)
+    ones = bench.emulator.upload(np.full((_ROWS, _BLOCKS), 0x7F, np.uint8))
+    with pytest.raises(EmulatorError, match=message):
         bench.launch(ones, ones, bench.emulator.empty((_ROWS, _COLUMNS), np.float32), block=(128, 1, 1))
