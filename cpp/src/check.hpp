@@ -11,7 +11,9 @@
 namespace fp4gemm {
 
 /// Whether a format is one of the OCP Microscaling formats: an e8m0 scale for each 32 of k.
-constexpr bool is_mx(fp4gemm_format_t format) { return format == FP4GEMM_FORMAT_MXFP8; }
+constexpr bool is_mx(fp4gemm_format_t format) {
+  return format == FP4GEMM_FORMAT_MXFP8 || format == FP4GEMM_FORMAT_MXFP4;
+}
 
 /// The limits and alignments, for the checks and their messages.
 struct Rules {

@@ -19,8 +19,8 @@ size_t decoded_bytes(int64_t rows, int64_t k) {
 
 // ---- the plan ----
 
-constexpr char const* kFormatNames[] = {"nvfp4", "fp16", "bf16",          "prepacked",
-                                        "fp32",  "e4m3", "prepacked_fp8", "mxfp8"};
+constexpr char const* kFormatNames[] = {"nvfp4", "fp16",          "bf16",  "prepacked", "fp32",
+                                        "e4m3",  "prepacked_fp8", "mxfp8", "mxfp4"};
 
 /// The operand that is not NVFP4, for messages.
 fp4gemm_operand_t const& special_operand(GemmArgs const& args) {
@@ -358,6 +358,7 @@ fp4gemm_status_t decode_mx(GemmArgs const& args, GemmPlan const& plan, char* wor
     fp4gemm_operand_t const& operand = of_a ? args.a : args.b;
     DecodedFactors const factors(args, of_a);
     MxDecodeJob job;
+    job.element = operand.format == FP4GEMM_FORMAT_MXFP8 ? MxElement::kE4m3 : MxElement::kE2m1;
     job.rows = factors.matrices * factors.rows;
     job.k = args.k;
     job.values = static_cast<uint8_t const*>(operand.data);

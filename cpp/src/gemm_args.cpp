@@ -49,15 +49,17 @@ fp4gemm_status_t check_fp8(GemmArgs const& args) {
   return check_flag("use_fast_accum", args.use_fast_accum);
 }
 
-/// MXFP8 operands multiply each other and nothing else.
-fp4gemm_status_t check_mxfp8(GemmArgs const& args) {
-  fp4gemm_format_t const b = args.b.format;
-  FP4GEMM_CHECK(!quantizes_a(args), "quantize_a: is %d, must be FP4GEMM_QUANTIZE_A_NONE with b in mxfp8",
-                static_cast<int>(args.quantize_a));
-  FP4GEMM_CHECK(b == FP4GEMM_FORMAT_MXFP8, "b: format is %d, must be FP4GEMM_FORMAT_MXFP8 as of a",
-                static_cast<int>(b));
-  FP4GEMM_CHECK(args.a.format == FP4GEMM_FORMAT_MXFP8,
-                "a: format is %d, must be FP4GEMM_FORMAT_MXFP8 as of b", static_cast<int>(args.a.format));
+/// Operands of an MX format multiply those of the same format and nothing else.
+fp4gemm_status_t check_mx(GemmArgs const& args) {
+  fp4gemm_format_t const format = is_mx(args.a.format) ? args.a.format : args.b.format;
+  char const* const name = format == FP4GEMM_FORMAT_MXFP8 ? "FP4GEMM_FORMAT_MXFP8" : "FP4GEMM_FORMAT_MXFP4";
+  FP4GEMM_CHECK(!quantizes_a(args),
+                "quantize_a: is %d, must be FP4GEMM_QUANTIZE_A_NONE with an operand in %s",
+                static_cast<int>(args.quantize_a), name);
+  FP4GEMM_CHECK(args.b.format == format, "b: format is %d, must be %s as of a",
+                static_cast<int>(args.b.format), name);
+  FP4GEMM_CHECK(args.a.format == format, "a: format is %d, must be %s as of b",
+                static_cast<int>(args.a.format), name);
   FP4GEMM_CHECK(args.use_fast_accum == 0, "use_fast_accum: is %d, must be 0 unless a is e4m3",
                 args.use_fast_accum);
   return FP4GEMM_SUCCESS;
@@ -66,8 +68,8 @@ fp4gemm_status_t check_mxfp8(GemmArgs const& args) {
 fp4gemm_status_t check_formats(GemmArgs const& args) {
   fp4gemm_format_t const a = args.a.format;
   fp4gemm_format_t const b = args.b.format;
-  if (a == FP4GEMM_FORMAT_MXFP8 || b == FP4GEMM_FORMAT_MXFP8) {
-    return check_mxfp8(args);
+  if (is_mx(a) || is_mx(b)) {
+    return check_mx(args);
   }
   FP4GEMM_TRY(check_format_of_a(args));
   FP4GEMM_CHECK(b == FP4GEMM_FORMAT_NVFP4 || b == FP4GEMM_FORMAT_FP16 || b == FP4GEMM_FORMAT_PREPACKED ||
@@ -142,12 +144,12 @@ fp4gemm_status_t check_elements(char const* name, int64_t matrices, int64_t rows
 fp4gemm_status_t check_operand(char const* name, char const* scale_name, fp4gemm_operand_t const& operand,
                                int64_t elems) {
   FP4GEMM_TRY(check_buffer(name, operand.data, elems));
-  if (operand.format == FP4GEMM_FORMAT_NVFP4 || operand.format == FP4GEMM_FORMAT_MXFP8) {
+  if (operand.format == FP4GEMM_FORMAT_NVFP4 || is_mx(operand.format)) {
     return check_buffer(scale_name, operand.scales,
-                        elems / (operand.format == FP4GEMM_FORMAT_NVFP4 ? 16 : 32));
+                        elems / (is_mx(operand.format) ? Rules::kMxK : Rules::kQuantizeK));
   }
   FP4GEMM_CHECK(operand.scales == nullptr,
-                "%s: is %p, must be null for an operand that is not nvfp4 or mxfp8", scale_name,
+                "%s: is %p, must be null for an operand that is not nvfp4, mxfp8 or mxfp4", scale_name,
                 operand.scales);
   return FP4GEMM_SUCCESS;
 }

@@ -20,7 +20,7 @@ struct GemmPlan {
   size_t amax_offset = 0;
   bool decode_a = false;
   bool decode_b = false;
-  bool decode_mx = false;      // both operands, to fp16 with a factor for each row
+  bool decode_mx = false;         // both operands, to fp16 with a factor for each row
   size_t row_factors_offset = 0;  // with decode_mx: alpha_row and alpha_col with these factors
   size_t column_factors_offset = 0;
   bool prepack_b = false;

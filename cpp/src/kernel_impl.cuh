@@ -6,6 +6,7 @@
 #include <atomic>
 
 #include "cutlass_evt/gemm.hpp"
+#include "cutlass_evt/operands/mxfp4.hpp"
 #include "cutlass_evt/operands/mxfp8.hpp"
 #include "cutlass_evt/operands/nvfp4.hpp"
 #include "error.hpp"
@@ -20,6 +21,8 @@ template <class Format>
 constexpr Operands kOperandsOf = Operands::kNvfp4;
 template <>
 constexpr Operands kOperandsOf<cutlass_evt::Mxfp8> = Operands::kMxfp8;
+template <>
+constexpr Operands kOperandsOf<cutlass_evt::Mxfp4> = Operands::kMxfp4;
 
 /// Mode I of a static shape.
 template <int I, class Shape>

@@ -61,7 +61,7 @@ void test_gemm_errors() {
   bad_gemm("k zero", [](Args& a) { a.k = 0; }, "k: is 0");
   bad_gemm("huge m", [](Args& a) { a.m = int64_t{1} << 40; }, "m: is 1099511627776");
   bad_gemm("out_dtype", [](Args& a) { a.out_dtype = static_cast<fp4gemm_dtype_t>(9); }, "out_dtype: is 9");
-  bad_gemm("a", [](Args& a) { a.a.format = static_cast<fp4gemm_format_t>(8); }, "a: format is 8");
+  bad_gemm("a", [](Args& a) { a.a.format = static_cast<fp4gemm_format_t>(9); }, "a: format is 9");
   bad_gemm(
       "mxfp8 a", [](Args& a) { a.a.format = FP4GEMM_FORMAT_MXFP8; },
       "b: format is 0, must be FP4GEMM_FORMAT_MXFP8 as of a");
@@ -69,13 +69,23 @@ void test_gemm_errors() {
       "mxfp8 b", [](Args& a) { a.b.format = FP4GEMM_FORMAT_MXFP8; },
       "a: format is 0, must be FP4GEMM_FORMAT_MXFP8 as of b");
   bad_gemm(
+      "mxfp4 a", [](Args& a) { a.a.format = FP4GEMM_FORMAT_MXFP4; },
+      "b: format is 0, must be FP4GEMM_FORMAT_MXFP4 as of a");
+  bad_gemm(
+      "mxfp8 a, mxfp4 b",
+      [](Args& a) {
+        a.a.format = FP4GEMM_FORMAT_MXFP8;
+        a.b.format = FP4GEMM_FORMAT_MXFP4;
+      },
+      "b: format is 8, must be FP4GEMM_FORMAT_MXFP8 as of a");
+  bad_gemm(
       "mxfp8 with quantize_a",
       [](Args& a) {
         a.a.format = FP4GEMM_FORMAT_BF16;
         a.b.format = FP4GEMM_FORMAT_MXFP8;
         a.quantize_a = FP4GEMM_QUANTIZE_A_ROW;
       },
-      "quantize_a: is 1, must be FP4GEMM_QUANTIZE_A_NONE with b in mxfp8");
+      "quantize_a: is 1, must be FP4GEMM_QUANTIZE_A_NONE with an operand in FP4GEMM_FORMAT_MXFP8");
   bad_gemm(
       "mxfp8 with fast sums",
       [](Args& a) {

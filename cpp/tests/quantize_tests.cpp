@@ -294,6 +294,17 @@ void test_producer_errors() {
   mx.scales_are_compact = 2;
   expect_error("mxfp8 scales_are_compact", fp4gemm_mxfp8_dequantize(&mx, 0, nullptr),
                FP4GEMM_ERROR_INVALID_ARGUMENT, "scales_are_compact: is 2, must be 0 or 1");
+  fp4gemm_mxfp4_args_t mx4 = FP4GEMM_MXFP4_ARGS_INIT;
+  mx4.m = 4;
+  mx4.k = 48;
+  expect_error("mxfp4 k", fp4gemm_mxfp4_quantize(&mx4, 0, nullptr), FP4GEMM_ERROR_INVALID_ARGUMENT,
+               "k: is 48, must be a multiple of 32");
+  mx4.k = 64;
+  expect_error("mxfp4 codes", fp4gemm_mxfp4_quantize(&mx4, 0, nullptr), FP4GEMM_ERROR_INVALID_ARGUMENT,
+               "codes: is null");
+  mx4.scale = static_cast<fp4gemm_mxfp4_scale_t>(2);
+  expect_error("mxfp4 scale", fp4gemm_mxfp4_dequantize(&mx4, 0, nullptr), FP4GEMM_ERROR_INVALID_ARGUMENT,
+               "scale: is 2");
 }
 
 void test_dequantize_and_decode_errors() {

@@ -4,6 +4,7 @@
 #include <set>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "checks.hpp"
@@ -19,7 +20,7 @@ void test_table() {
     std::string const operand = info.operand;
     // The table has kernels of both kinds for FP8 tokens, whose sums are promoted or not.
     bool const is_fast = operand == "prepacked_fp8" && std::strstr(info.name, "_fast_") != nullptr;
-    bool const names_operand = operand.rfind("prepacked", 0) == 0 || operand == "mxfp8";
+    bool const names_operand = operand.rfind("prepacked", 0) == 0 || operand.rfind("mx", 0) == 0;
     std::string const variant = names_operand          ? operand + (is_fast ? "_fast_" : "_")
                                 : info.is_swapped != 0 ? "swapped_"
                                                        : "";
@@ -47,9 +48,11 @@ struct Formats {
       return std::strcmp(operand, "prepacked_fp8") == 0 && a == FP4GEMM_FORMAT_E4M3 &&
              (b == FP4GEMM_FORMAT_NVFP4 || b == FP4GEMM_FORMAT_PREPACKED_FP8);
     }
-    if (a == FP4GEMM_FORMAT_MXFP8 || std::strcmp(operand, "mxfp8") == 0) {
-      return a == FP4GEMM_FORMAT_MXFP8 &&
-             (std::strcmp(operand, "mxfp8") == 0 || std::strcmp(operand, "fp16") == 0);
+    for (auto const& [format, name] :
+         {std::pair{FP4GEMM_FORMAT_MXFP8, "mxfp8"}, {FP4GEMM_FORMAT_MXFP4, "mxfp4"}}) {
+      if (a == format || std::strcmp(operand, name) == 0) {
+        return a == format && (std::strcmp(operand, name) == 0 || std::strcmp(operand, "fp16") == 0);
+      }
     }
     if (std::strcmp(operand, "nvfp4") == 0) {
       return a == FP4GEMM_FORMAT_NVFP4 && b == FP4GEMM_FORMAT_NVFP4;
@@ -74,7 +77,8 @@ constexpr Formats kFormatPairs[] = {kNvfp4,
                                     {FP4GEMM_FORMAT_FP16, FP4GEMM_FORMAT_NVFP4},
                                     {FP4GEMM_FORMAT_E4M3, FP4GEMM_FORMAT_PREPACKED_FP8},
                                     {FP4GEMM_FORMAT_E4M3, FP4GEMM_FORMAT_NVFP4},
-                                    {FP4GEMM_FORMAT_MXFP8, FP4GEMM_FORMAT_MXFP8}};
+                                    {FP4GEMM_FORMAT_MXFP8, FP4GEMM_FORMAT_MXFP8},
+                                    {FP4GEMM_FORMAT_MXFP4, FP4GEMM_FORMAT_MXFP4}};
 
 struct Wanted {
   int arch, num_sms;

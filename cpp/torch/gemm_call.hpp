@@ -38,16 +38,20 @@ inline void check_fast_accum(bool use_fast_accum, bool fp8) {
 }
 
 /// Codes or e4m3 values with scales of scale_rows rows, before padding; of a stack of `matrices` matrices
-/// unless that is 0.
+/// unless that is 0. may_be_mxfp4: codes with scales in e8m0 are MXFP4; else they are refused.
 inline fp4gemm_operand_t packed_operand(char const* name, char const* scale_name, Tensor const& codes,
                                         Tensor const& scales, int64_t matrices, int64_t scale_rows, int64_t k,
-                                        int32_t device) {
+                                        int32_t device, bool may_be_mxfp4 = false) {
   if (is_fp8(codes)) {
     check_contiguous(name, codes, ScalarType::Float8_e4m3fn, device);
     check_stacked_scales(scale_name, scales, matrices, scale_rows, k, device, ScalarType::Float8_e8m0fnu);
     return {codes.const_data_ptr(), scales.const_data_ptr(), FP4GEMM_FORMAT_MXFP8};
   }
   check_contiguous(name, codes, ScalarType::Byte, device);
+  if (may_be_mxfp4 && scales.scalar_type() == ScalarType::Float8_e8m0fnu) {
+    check_stacked_scales(scale_name, scales, matrices, scale_rows, k, device, ScalarType::Float8_e8m0fnu);
+    return {codes.const_data_ptr(), scales.const_data_ptr(), FP4GEMM_FORMAT_MXFP4};
+  }
   check_stacked_scales(scale_name, scales, matrices, scale_rows, k, device);
   return {codes.const_data_ptr(), scales.const_data_ptr(), FP4GEMM_FORMAT_NVFP4};
 }

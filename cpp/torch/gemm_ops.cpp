@@ -67,7 +67,7 @@ fp4gemm_operand_t operand_of(char const* name, char const* scale_name, Tensor co
     return {data.const_data_ptr(), nullptr, FP4GEMM_FORMAT_FP16};
   }
   return packed_operand(name, scale_name, data, *scales, data.dim() == 3 ? shape.matrices : 0, scale_rows,
-                        shape.k, device);
+                        shape.k, device, /*may_be_mxfp4=*/true);
 }
 
 /// The arguments of both operators, with the names of their schemas, and what follows from them.

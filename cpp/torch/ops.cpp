@@ -55,6 +55,11 @@ STABLE_TORCH_LIBRARY(fp4gemm, m) {
   m.def(
       "mxfp8_dequantize(Tensor values, Tensor scales, ScalarType dtype, bool swizzled, Tensor? offs=None) -> "
       "Tensor");
+  m.def(
+      "mxfp4_quantize(Tensor x, int axis, bool ceil, bool swizzled, Tensor? offs=None) -> (Tensor, Tensor)");
+  m.def(
+      "mxfp4_dequantize(Tensor codes, Tensor scales, ScalarType dtype, bool swizzled, Tensor? offs=None) -> "
+      "Tensor");
   m.def("route(Tensor topk_ids, int num_experts) -> (Tensor, Tensor, Tensor)");
   m.def("combine(Tensor y, Tensor row_of_pair, Tensor topk_weights, ScalarType? out_dtype=None) -> Tensor");
   m.def("zero_outside_groups(Tensor(d!) x, Tensor offs) -> ()");
@@ -148,6 +153,8 @@ STABLE_TORCH_LIBRARY_IMPL(fp4gemm, CUDA, m) {
   m.impl("rms_norm_quantize_fp8", TORCH_BOX(&fp4gemm_torch::rms_norm_quantize_fp8));
   m.impl("mxfp8_quantize", TORCH_BOX(&fp4gemm_torch::mxfp8_quantize));
   m.impl("mxfp8_dequantize", TORCH_BOX(&fp4gemm_torch::mxfp8_dequantize));
+  m.impl("mxfp4_quantize", TORCH_BOX(&fp4gemm_torch::mxfp4_quantize));
+  m.impl("mxfp4_dequantize", TORCH_BOX(&fp4gemm_torch::mxfp4_dequantize));
   m.impl("dequantize", TORCH_BOX(&fp4gemm_torch::dequantize));
   m.impl("decode", TORCH_BOX(&fp4gemm_torch::decode));
   m.impl("prepack", TORCH_BOX(&fp4gemm_torch::prepack));

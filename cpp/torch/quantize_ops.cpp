@@ -218,13 +218,17 @@ Tensor dequantize(Tensor const& codes, Tensor const& scales, Tensor const& amax,
   return y;
 }
 
-std::tuple<Tensor, Tensor> mxfp8_quantize(Tensor const& x, int64_t axis, ScalarType dtype, bool swizzled,
-                                          std::optional<Tensor> offs) {
+namespace {
+
+/// Fills in what the arguments of every MX format have, quantizes, and returns the data and the scales.
+/// per_entry: elements in an entry of the data.
+template <class Args, class Quantize>
+std::tuple<Tensor, Tensor> mx_quantize(Args args, uint8_t* Args::* data, ScalarType type, int64_t per_entry,
+                                       Tensor const& x, int64_t axis, bool swizzled,
+                                       std::optional<Tensor> const& offs, Quantize quantize) {
   int32_t const device = x.get_device_index();
-  fp4gemm_mxfp8_args_t args = FP4GEMM_MXFP8_ARGS_INIT;
   set_input(args, x, 32);
   args.dtype = dtype_of("x", x.scalar_type());
-  args.fp8 = fp8_of("dtype", dtype);
   STD_TORCH_CHECK(axis == -1 || axis == 0, "axis: is ", axis, ", must be -1 or 0");
   args.is_transposed = axis == 0 ? 1 : 0;
   args.scales_are_compact = swizzled ? 0 : 1;
@@ -235,23 +239,24 @@ std::tuple<Tensor, Tensor> mxfp8_quantize(Tensor const& x, int64_t axis, ScalarT
   int64_t const columns = axis == 0 ? rows_in_groups : args.k;
   STD_TORCH_CHECK(offs.has_value() || (columns > 0 && columns % 32 == 0), "x: m is ", args.m,
                   ", must be a positive multiple of 32 for axis 0");
-  Tensor values = empty(rows, columns, dtype, device);
+  Tensor values = empty(rows, columns / per_entry, type, device);
   Shape const shape = scale_shape(rows, columns / 32, swizzled, axis == 0 ? 0 : args.num_groups);
   Tensor scales = empty(shape.rows, shape.columns, ScalarType::Float8_e8m0fnu, device);
-  args.values = static_cast<uint8_t*>(values.mutable_data_ptr());
+  args.*data = static_cast<uint8_t*>(values.mutable_data_ptr());
   args.scales = static_cast<uint8_t*>(scales.mutable_data_ptr());
-  check_status(fp4gemm_mxfp8_quantize(&args, device, current_stream(device)));
+  check_status(quantize(&args, device, current_stream(device)));
   return {values, scales};
 }
 
-Tensor mxfp8_dequantize(Tensor const& values, Tensor const& scales, ScalarType dtype, bool swizzled,
-                        std::optional<Tensor> offs) {
+/// The same for the other direction. name: of the data, for messages.
+template <class Args, class Dequantize>
+Tensor mx_dequantize(Args args, uint8_t* Args::* data, char const* name, int64_t per_entry,
+                     Tensor const& values, Tensor const& scales, ScalarType dtype, bool swizzled,
+                     std::optional<Tensor> const& offs, Dequantize dequantize) {
   int32_t const device = values.get_device_index();
-  fp4gemm_mxfp8_args_t args = FP4GEMM_MXFP8_ARGS_INIT;
-  args.fp8 = fp8_of("values", values.scalar_type());
-  check_matrix("values", values, values.scalar_type(), device);
+  check_matrix(name, values, values.scalar_type(), device);
   args.m = values.size(0);
-  args.k = values.size(1);
+  args.k = values.size(1) * per_entry;
   check_matrix("scales", scales, ScalarType::Float8_e8m0fnu, device);
   set_groups(args, offs, device);
   Shape const wanted = scale_shape(args.m, args.k / 32, swizzled, args.num_groups);
@@ -259,12 +264,45 @@ Tensor mxfp8_dequantize(Tensor const& values, Tensor const& scales, ScalarType d
   args.dtype = dtype_of("dtype", dtype);
   args.scales_are_compact = swizzled ? 0 : 1;
   // The struct is that of quantization too, so that its pointers are not const.
-  args.values = static_cast<uint8_t*>(const_cast<void*>(values.const_data_ptr()));
+  args.*data = static_cast<uint8_t*>(const_cast<void*>(values.const_data_ptr()));
   args.scales = static_cast<uint8_t*>(const_cast<void*>(scales.const_data_ptr()));
   Tensor y = empty(args.m, args.k, dtype, device);
   args.y = y.mutable_data_ptr();
-  check_status(fp4gemm_mxfp8_dequantize(&args, device, current_stream(device)));
+  check_status(dequantize(&args, device, current_stream(device)));
   return y;
+}
+
+}  // namespace
+
+std::tuple<Tensor, Tensor> mxfp8_quantize(Tensor const& x, int64_t axis, ScalarType dtype, bool swizzled,
+                                          std::optional<Tensor> offs) {
+  fp4gemm_mxfp8_args_t args = FP4GEMM_MXFP8_ARGS_INIT;
+  args.fp8 = fp8_of("dtype", dtype);
+  return mx_quantize(args, &fp4gemm_mxfp8_args_t::values, dtype, 1, x, axis, swizzled, offs,
+                     fp4gemm_mxfp8_quantize);
+}
+
+Tensor mxfp8_dequantize(Tensor const& values, Tensor const& scales, ScalarType dtype, bool swizzled,
+                        std::optional<Tensor> offs) {
+  fp4gemm_mxfp8_args_t args = FP4GEMM_MXFP8_ARGS_INIT;
+  args.fp8 = fp8_of("values", values.scalar_type());
+  return mx_dequantize(args, &fp4gemm_mxfp8_args_t::values, "values", 1, values, scales, dtype, swizzled,
+                       offs, fp4gemm_mxfp8_dequantize);
+}
+
+std::tuple<Tensor, Tensor> mxfp4_quantize(Tensor const& x, int64_t axis, bool ceil, bool swizzled,
+                                          std::optional<Tensor> offs) {
+  fp4gemm_mxfp4_args_t args = FP4GEMM_MXFP4_ARGS_INIT;
+  args.scale = ceil ? FP4GEMM_MXFP4_CEIL : FP4GEMM_MXFP4_FLOOR;
+  return mx_quantize(args, &fp4gemm_mxfp4_args_t::codes, ScalarType::Byte, 2, x, axis, swizzled, offs,
+                     fp4gemm_mxfp4_quantize);
+}
+
+Tensor mxfp4_dequantize(Tensor const& codes, Tensor const& scales, ScalarType dtype, bool swizzled,
+                        std::optional<Tensor> offs) {
+  check_dtype("codes", codes, ScalarType::Byte);
+  return mx_dequantize(FP4GEMM_MXFP4_ARGS_INIT, &fp4gemm_mxfp4_args_t::codes, "codes", 2, codes, scales,
+                       dtype, swizzled, offs, fp4gemm_mxfp4_dequantize);
 }
 
 Tensor decode(Tensor const& codes, Tensor const& scales) {

@@ -77,6 +77,12 @@ std::tuple<Tensor, Tensor> mxfp8_quantize(Tensor const& x, int64_t axis, ScalarT
 Tensor mxfp8_dequantize(Tensor const& values, Tensor const& scales, ScalarType dtype, bool swizzled,
                         std::optional<Tensor> offs);
 
+std::tuple<Tensor, Tensor> mxfp4_quantize(Tensor const& x, int64_t axis, bool ceil, bool swizzled,
+                                          std::optional<Tensor> offs);
+
+Tensor mxfp4_dequantize(Tensor const& codes, Tensor const& scales, ScalarType dtype, bool swizzled,
+                        std::optional<Tensor> offs);
+
 Tensor decode(Tensor const& codes, Tensor const& scales);
 
 /// fp8: bytes for FP8 tokens, in Char; else in Byte. unprepack reads either.

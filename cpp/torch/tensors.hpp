@@ -107,7 +107,7 @@ inline void check_shape(char const* name, Tensor const& tensor, int64_t rows, in
 }
 
 /// The swizzled scales of one matrix (matrices 0) or of a stack of matrices, of scale_rows rows each before
-/// padding. `type` is that of NVFP4's scales, or e8m0, that of MXFP8's.
+/// padding. `type` is that of NVFP4's scales, or e8m0, that of MXFP8's and MXFP4's.
 inline void check_stacked_scales(char const* name, Tensor const& scales, int64_t matrices, int64_t scale_rows,
                                  int64_t k, int32_t device, ScalarType type = ScalarType::Float8_e4m3fn) {
   int64_t const lead = matrices > 0 ? 1 : 0;

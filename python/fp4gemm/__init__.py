@@ -17,7 +17,7 @@ from . import _native, epilogues, reference, selection
 from .containers import interop
 from .containers.decoded import DecodedTensor
 from .containers.fp8 import FP8Tensor
-from .containers.mxfp4 import quantize_mxfp4
+from .containers.mxfp4 import MXFP4Tensor, MXFP4Weight, quantize_mxfp4
 from .containers.mxfp8 import MXFP8Tensor, quantize_mxfp8
 from .containers.nvfp4 import NVFP4Tensor
 from .containers.prepacked import PrepackedTensor, prepack, unprepack
@@ -62,6 +62,8 @@ if TYPE_CHECKING:
 __all__ = [
     "DecodedTensor",
     "FP8Tensor",
+    "MXFP4Tensor",
+    "MXFP4Weight",
     "MXFP8Tensor",
     "NVFP4Tensor",
     "PrepackedTensor",

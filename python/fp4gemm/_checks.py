@@ -18,11 +18,10 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ._formats import MXFP8, NVFP4, BlockFormat
+from ._formats import MX_BLOCK, MXFP8, NVFP4, BlockFormat
 
 BLOCK = NVFP4.block  # elements along k that share one e4m3 scale
 GROUP_COLUMNS = NVFP4.group_columns  # groups along k of NVFP4 begin at multiples of it
-MXFP8_BLOCK = MXFP8.block  # elements along k that share one e8m0 scale
 FP8_STEP = 64  # elements along k within which FP8 tokens are reordered
 K_STEP_MM = 32  # TMA needs rows that are a multiple of 16 bytes, and a row has k/2 bytes of packed codes
 ALIGN_BYTES = 16
@@ -649,6 +648,6 @@ def prepacked_bytes(n: int, k: int, fp8: bool = False) -> int:
     return ((n + 63) // 64) * ((k + 127) // 128 * 4608 if fp8 else (k + 63) // 64 * 2304)
 
 
-def mxfp8_scale_shape(m: int, k: int, swizzled: bool) -> tuple[int, int]:
-    """Return the shape of MXFP8 scales: (ceil128(m), ceil4(k/32)) if swizzled, else (m, k/32)."""
-    return MXFP8.scale_shape(m, k) if swizzled else (m, k // MXFP8_BLOCK)
+def mx_scale_shape(m: int, k: int, swizzled: bool) -> tuple[int, int]:
+    """Return the shape of MX scales: (ceil128(m), ceil4(k/32)) if swizzled, else (m, k/32)."""
+    return MXFP8.scale_shape(m, k) if swizzled else (m, k // MX_BLOCK)  # every MX format has these

@@ -1,4 +1,7 @@
-"""The formats of operands whose block scales are a tensor of their own, NVFP4 and MXFP8: sizes and dtypes."""
+"""The formats of operands whose block scales are a tensor of their own: sizes and dtypes.
+
+These are NVFP4 and the MX formats (OCP Microscaling), MXFP8 and MXFP4.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +10,30 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["MXFP8", "NVFP4", "BlockFormat", "format_of", "has_block_scales"]
+__all__ = ["MXFP4", "MXFP8", "MX_BLOCK", "NVFP4", "BlockFormat", "format_of", "has_block_scales"]
+
+MX_BLOCK = 32  # elements along k that share one e8m0 scale
 
 
 class BlockFormat(NamedTuple):
     """What tells a format from the others. The swizzled layout of the scales is the same for all."""
 
-    name: Literal["nvfp4", "mxfp8"]
+    name: Literal["nvfp4", "mxfp8", "mxfp4"]
     data_dtypes: tuple[torch.dtype, ...]
     scale_dtypes: tuple[torch.dtype, ...]  # the first is that of the format; the others hold the same bytes
     block: int  # elements along k that share a scale
     per_entry: int  # elements in an entry of the data
+    data_is: str = ""  # in words, for messages
+
+    @property
+    def title(self) -> str:
+        """The name of the format, for messages."""
+        return self.name.upper()
+
+    @property
+    def is_mx(self) -> bool:
+        """Whether the scales are powers of two, one for each 32 of k."""
+        return self.block == MX_BLOCK
 
     @property
     def group_columns(self) -> int:
@@ -46,13 +62,32 @@ NVFP4 = BlockFormat(
     per_entry=2,
 )
 MXFP8 = BlockFormat(
-    "mxfp8", (torch.float8_e4m3fn,), (torch.float8_e8m0fnu, torch.uint8), block=32, per_entry=1
+    "mxfp8",
+    (torch.float8_e4m3fn,),
+    (torch.float8_e8m0fnu, torch.uint8),
+    block=MX_BLOCK,
+    per_entry=1,
+    data_is="torch.float8_e4m3fn with float8_e8m0fnu scales",
+)
+MXFP4 = BlockFormat(
+    "mxfp4",
+    (torch.uint8, torch.float4_e2m1fn_x2),
+    (torch.float8_e8m0fnu, torch.uint8),
+    block=MX_BLOCK,
+    per_entry=2,
+    data_is="codes, torch.uint8, with float8_e8m0fnu scales",
 )
 
 
-def format_of(data: Tensor) -> BlockFormat:
-    """The format of the data of an operand that has block scales, by its dtype."""
-    return MXFP8 if data.dtype in MXFP8.data_dtypes else NVFP4
+def format_of(data: Tensor, scales: object) -> BlockFormat:
+    """The format of the data of an operand that has block scales, by its dtypes.
+
+    Codes are MXFP4 if their scales are float8_e8m0fnu, and else NVFP4. Scales of uint8 beside codes are thus
+    those of NVFP4.
+    """
+    if data.dtype in MXFP8.data_dtypes:
+        return MXFP8
+    return MXFP4 if isinstance(scales, Tensor) and scales.dtype is torch.float8_e8m0fnu else NVFP4
 
 
 def has_block_scales(data: Tensor, scales: object) -> bool:

@@ -9,8 +9,10 @@ from torch import Tensor
 
 from . import _checks, kernel_table, selection, support
 from .containers._base import with_version
+from .containers._mx import MXTensor
 from .containers.decoded import DecodedTensor
 from .containers.fp8 import FP8Tensor
+from .containers.mxfp4 import MXFP4Tensor
 from .containers.mxfp8 import MXFP8Tensor
 from .containers.nvfp4 import NVFP4Tensor
 from .containers.prepacked import PrepackedTensor
@@ -19,15 +21,16 @@ from .reference.epilogue import ALPHA, ALPHA_FP8, ALPHA_UNQUANTIZED
 
 Quantized = NVFP4Tensor | DecodedTensor | FP8Tensor
 Weight = NVFP4Tensor | DecodedTensor | PrepackedTensor
-Left = Quantized | MXFP8Tensor | Tensor
-Right = Weight | MXFP8Tensor
+MX = MXFP8Tensor | MXFP4Tensor
+Left = Quantized | MX | Tensor
+Right = Weight | MX
 Given = tuple[Tensor, int | None] | None
 OR_PLAIN = "fp4gemm.FP8Tensor, or a bfloat16 or float16 tensor"
 OR_PREPACKED = "or an fp4gemm.PrepackedTensor"
 
 
 _NO_GROUPS = (
-    "must have groups: quantize(x, offs=offs), quantize_fp8(x, offs=offs) or quantize_mxfp8(x, offs=offs) "
+    "must have groups: quantize(x, offs=offs), quantize_fp8, quantize_mxfp8 or quantize_mxfp4(x, offs=offs) "
     "for the rows of experts, quantize(x, axis=0, offs=offs) for the gradients of weights"
 )
 _LEFT = (NVFP4Tensor, DecodedTensor, FP8Tensor)
@@ -163,7 +166,7 @@ def of_containers(
     return Operands(data_a, data_b, scale_a, scale_b, ends, alpha, None, amax_a, amax_b, b_rows, shape)
 
 
-def are_matrices(names: tuple[str, str], a: Quantized | MXFP8Tensor | None, b: Right) -> None:
+def are_matrices(names: tuple[str, str], a: Quantized | MXTensor | None, b: Right | MXTensor) -> None:
     """Raise ValueError unless the operands of a dense product are matrices without groups."""
     for name, value in zip(names, (a, b), strict=True):
         offs = getattr(value, "offs", None)
@@ -180,8 +183,8 @@ def are_matrices(names: tuple[str, str], a: Quantized | MXFP8Tensor | None, b: R
 def ends_of(
     names: tuple[str, str],
     data_a: Tensor,
-    a: Quantized | MXFP8Tensor | None,
-    b: Right,
+    a: Quantized | MXTensor | None,
+    b: Right | MXTensor,
     offs: Tensor | None,
 ) -> Tensor:
     """Check that a and b have the same groups, which both divide m or both divide k, and return the ends."""
@@ -252,7 +255,7 @@ def _are_equal_on_cpu(x: Tensor, y: Tensor) -> bool:
     return has_memory and not x.is_cuda and not y.is_cuda and torch.equal(x, y)
 
 
-def _is_stack(names: tuple[str, str], b: Right, num_groups: int) -> None:
+def _is_stack(names: tuple[str, str], b: Right | MXTensor, num_groups: int) -> None:
     """Raise ValueError unless b is (num_groups, n, k)."""
     has_groups = not isinstance(b, PrepackedTensor) and b.offs is not None
     if has_groups or len(b.shape) != 3 or b.shape[0] != num_groups:

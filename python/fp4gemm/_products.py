@@ -11,9 +11,9 @@ from torch import Tensor
 
 from . import _checks, _epilogues, activations, selection, support
 from ._operands import Left, Operands, Right, chosen_kernel, of_containers
-from ._operands_mxfp8 import of_mxfp8
+from ._operands_mx import of_mx
 from .activations import ActivationName
-from .containers.mxfp8 import MXFP8Tensor
+from .containers._mx import MXTensor
 from .epilogues import BoundEpilogue, Epilogue
 from .ops import gemm as gemm_ops
 from .ops import operators
@@ -100,8 +100,8 @@ def multiply(
     """The product of containers, or of a plain a, for a function whose operands have these names."""
     every = completed(function, terms)
     dtype = gemm_ops.resolved_dtype(every.out_dtype, every.out)
-    if isinstance(a, MXFP8Tensor) or isinstance(b, MXFP8Tensor):
-        operands = of_mxfp8(names, a, b, offs, is_grouped, dtype)
+    if isinstance(a, MXTensor) or isinstance(b, MXTensor):
+        operands = of_mx(names, a, b, offs, is_grouped, dtype)
     else:
         operands = of_containers(function, names, a, b, offs, is_grouped, dtype)
     return run(function, operands, dtype, every)
@@ -112,7 +112,7 @@ def run(function: str, x: Operands, dtype: torch.dtype, terms: Terms) -> Tensor:
     a, offs, shape = x.a, x.offs, x.shape
     mode, groups = ("mm", None) if offs is None else ("grouped_mm", offs.shape[0])
     formats = _PACKED
-    if x.scale_a is None or x.scale_b is None or a.dtype is gemm_ops.FP8:
+    if x.scale_a is None or x.scale_b is None or x.scale_a.dtype is not torch.float8_e4m3fn:
         formats = gemm_ops.formats(a, x.scale_a, x.scale_b, x.b_rows)
         support.ready_for(a, mode, formats)
     else:

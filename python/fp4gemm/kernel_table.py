@@ -35,16 +35,22 @@ _FORMAT_NUMBERS = {
     "e4m3": 5,
     "prepacked_fp8": 6,
     "mxfp8": 7,
+    "mxfp4": 8,
 }
 FORMATS = tuple(_FORMAT_NUMBERS)
 Ragged = Literal["m", "k"]
-Format = Literal["nvfp4", "fp16", "bf16", "prepacked", "e4m3", "prepacked_fp8", "mxfp8"]
+Format = Literal["nvfp4", "fp16", "bf16", "prepacked", "e4m3", "prepacked_fp8", "mxfp8", "mxfp4"]
 # The pairs of formats, of a and of b, that a kernel supports, by KernelInfo.operand: any of the first formats
 # beside any of the second. The library converts an operand first where the kernel reads another format.
 _SUPPORTED: dict[str, tuple[tuple[tuple[Format, ...], tuple[Format, ...]], ...]] = {
     "nvfp4": ((("nvfp4",), ("nvfp4",)),),
     "mxfp8": ((("mxfp8",), ("mxfp8",)),),
-    "fp16": ((("nvfp4", "fp16"), ("nvfp4", "fp16")), (("mxfp8",), ("mxfp8",))),
+    "mxfp4": ((("mxfp4",), ("mxfp4",)),),
+    "fp16": (
+        (("nvfp4", "fp16"), ("nvfp4", "fp16")),
+        (("mxfp8",), ("mxfp8",)),
+        (("mxfp4",), ("mxfp4",)),
+    ),
     "prepacked": ((("nvfp4", "fp16"), ("nvfp4", "prepacked")),),
     "prepacked_bf16": ((("bf16",), ("nvfp4", "prepacked")),),
     "prepacked_fp8": ((("e4m3",), ("nvfp4", "prepacked_fp8")),),
@@ -192,7 +198,7 @@ def select_kernel(
         out_dtype: torch.bfloat16, torch.float16 or torch.float32.
         format_a, format_b: how the operands are stored: "nvfp4"; "fp16" (decoded or, for a, never quantized);
             "bf16" (a only: never quantized); "e4m3" (a only: FP8 tokens); "prepacked" (b only);
-            "prepacked_fp8" (b only, beside "e4m3"); "mxfp8" (both or neither).
+            "prepacked_fp8" (b only, beside "e4m3"); "mxfp8" and "mxfp4" (both or neither).
         batch_invariant, activation, use_fast_accum: as for mm.
 
     Raises:

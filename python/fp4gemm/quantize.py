@@ -10,8 +10,10 @@ from torch import Tensor
 
 from . import _checks, _fast, stacks
 from .containers import _fields
+from .containers._mx import MXTensor
 from .containers.decoded import DecodedTensor
 from .containers.fp8 import FP8Tensor
+from .containers.mxfp4 import MXFP4Tensor
 from .containers.mxfp8 import MXFP8Tensor
 from .containers.nvfp4 import NVFP4Tensor
 from .layout import swizzle_scales
@@ -328,26 +330,28 @@ def quantize_fp8(x: Tensor, *, offs: Tensor | None = None) -> FP8Tensor:
     return FP8Tensor._trusted(data, amax, offs)._made_of(given)
 
 
-def dequantize(t: NVFP4Tensor | MXFP8Tensor | FP8Tensor, dtype: torch.dtype | None = None) -> Tensor:
+def dequantize(
+    t: NVFP4Tensor | MXFP8Tensor | MXFP4Tensor | FP8Tensor, dtype: torch.dtype | None = None
+) -> Tensor:
     """The values of a container as a plain tensor (m, k) or (g, n, k).
 
     NVFP4: cast(fl(q * fl(fl(s * amax) * fl(1 / (6 * e4m3_max))))), as :meth:`NVFP4Tensor.dequantize`.
-    MXFP8: cast(fl(v * s)), as :meth:`MXFP8Tensor.dequantize`. FP8: cast(fl(code * fl(amax * fl(1 / 448)))),
-    as :meth:`FP8Tensor.dequantize`. Rotated operands give their rotated values.
+    MXFP8 and MXFP4: cast(fl(v * s)), as :meth:`MXFP8Tensor.dequantize`. FP8: cast(fl(code * fl(amax * fl(1 /
+    448)))), as :meth:`FP8Tensor.dequantize`. Rotated operands give their rotated values.
 
     Args:
-        t: a result of :func:`quantize`, :func:`quantize_both`, a producer, :func:`quantize_mxfp8` or
-            :func:`quantize_fp8`, with or without groups (rows that are in no group, and columns that pad
-            groups, are 0).
+        t: a result of :func:`quantize`, :func:`quantize_both`, a producer, :func:`quantize_mxfp8`,
+            :func:`quantize_mxfp4` or :func:`quantize_fp8`, with or without groups (rows that are in no group,
+            and columns that pad groups, are 0).
         dtype: torch.float32, torch.bfloat16 or torch.float16; None is the ``dtype`` of the container. Does
             not synchronise.
 
     Raises:
         TypeError: t is no container, or dtype is another one. NotImplementedError: the device has no kernel.
     """
-    if isinstance(t, (MXFP8Tensor, FP8Tensor)):
+    if isinstance(t, (MXTensor, FP8Tensor)):
         return t.dequantize(dtype)
-    return nvfp4("t", t, ", fp4gemm.MXFP8Tensor or fp4gemm.FP8Tensor").dequantize(dtype)
+    return nvfp4("t", t, ", fp4gemm.MXFP8Tensor, fp4gemm.MXFP4Tensor or fp4gemm.FP8Tensor").dequantize(dtype)
 
 
 def dequantize_parts(

@@ -48,8 +48,9 @@ _FORMS: tuple[tuple[str, tuple[Format, Format], str], ...] = (
         ("mxfp8", "mxfp8"),
         "pass fp4gemm.quantize of both, or use layers with activations='per-token'",
     ),
+    ("MXFP4 operands", ("mxfp4", "mxfp4"), "pass fp4gemm.quantize of both"),
 )
-_DECODED, _PREPACKED, _UNQUANTIZED, FP8, MXFP8 = (name for name, _, _ in _FORMS)
+_DECODED, _PREPACKED, _UNQUANTIZED, FP8, MXFP8, MXFP4 = (name for name, _, _ in _FORMS)
 _MODES = ("mm", "grouped_mm")
 _PRODUCTS = (*_MODES, *(f"{mode} of {operands}" for mode in _MODES for operands, _, _ in _FORMS))
 _OPERATIONS = ("quantize", *_PRODUCTS)
@@ -81,8 +82,8 @@ def gaps_of(arch: int, where: str, num_sms: int = 100) -> dict[str, str]:
 
     Returns:
         The reasons by operation: "quantize", "mm", "grouped_mm", and the last two followed by " of decoded
-        operands", " of prepacked weights", " of unquantized activations", " of FP8 tokens" or " of MXFP8
-        operands".
+        operands", " of prepacked weights", " of unquantized activations", " of FP8 tokens", " of MXFP8
+        operands" or " of MXFP4 operands".
     """
     todo = (
         f"this fp4gemm is {kernel_table.built_text()}; build it from a checkout on this machine (make), "
@@ -97,7 +98,9 @@ def gaps_of(arch: int, where: str, num_sms: int = 100) -> dict[str, str]:
             continue
         for operands, formats, instead in _FORMS:
             if not _has_kernel(arch, num_sms, num_groups, *formats):
-                reads = f"do not read {operands}" if operands in (FP8, MXFP8) else "read codes and scales"
+                reads = (
+                    f"do not read {operands}" if operands in (FP8, MXFP8, MXFP4) else "read codes and scales"
+                )
                 gaps[f"{mode} of {operands}"] = f"the {kind} kernels for {where} {reads}; {instead}"
     return gaps
 
@@ -217,6 +220,8 @@ def ready_for(a: Tensor, mode: str, formats: tuple[str, str]) -> None:
         ready(a, f"{mode} of {FP8}")
     if formats[0] == "mxfp8":
         ready(a, f"{mode} of {MXFP8}")
+    if formats[0] == "mxfp4":
+        ready(a, f"{mode} of {MXFP4}")
     if formats[1] == "prepacked":
         ready(a, f"{mode} of {_PREPACKED}")
 

@@ -24,11 +24,19 @@ def test_kernels_describe_themselves() -> None:
     for row in rows:
         tile, cluster = "x".join(map(str, row.tile)), "x".join(map(str, row.cluster))
         swapped = "_swapped" if row.is_swapped else ""
-        if "prepacked" in row.operand or row.operand == "mxfp8":
+        if "prepacked" in row.operand or row.operand in ("mxfp8", "mxfp4"):
             swapped = f"_{row.operand}" + "_fast" * row.fast_accum
         want = f"sm{row.arch}_{row.mode}_{tile}_c{cluster}{swapped}_{row.epilogue}_{short[row.out_dtype]}"
         assert row.name == want
-        assert row.operand in ("nvfp4", "mxfp8", "fp16", "prepacked", "prepacked_bf16", "prepacked_fp8")
+        assert row.operand in (
+            "nvfp4",
+            "mxfp8",
+            "mxfp4",
+            "fp16",
+            "prepacked",
+            "prepacked_bf16",
+            "prepacked_fp8",
+        )
         assert row.operand == "prepacked_fp8" or not row.fast_accum
         assert row.mode in ("dense", "grouped")
         assert row.epilogue in ("rowcol", "gated")
@@ -103,6 +111,7 @@ def test_selected_kernels_support_the_formats() -> None:
     formats_of_hopper = [
         ("nvfp4", "nvfp4"),
         ("mxfp8", "mxfp8"),
+        ("mxfp4", "mxfp4"),
         ("fp16", "fp16"),
         ("fp16", "nvfp4"),
         ("nvfp4", "fp16"),
@@ -160,7 +169,11 @@ def test_sm90_selects_tiles_for_experts_with_fp8_tokens() -> None:
     [
         ("nvfp4", {"nvfp4 nvfp4"}),
         ("mxfp8", {"mxfp8 mxfp8"}),
-        ("fp16", {"nvfp4 nvfp4", "nvfp4 fp16", "fp16 nvfp4", "fp16 fp16", "mxfp8 mxfp8"}),
+        ("mxfp4", {"mxfp4 mxfp4"}),
+        (
+            "fp16",
+            {"nvfp4 nvfp4", "nvfp4 fp16", "fp16 nvfp4", "fp16 fp16", "mxfp8 mxfp8", "mxfp4 mxfp4"},
+        ),
         ("prepacked", {"nvfp4 nvfp4", "nvfp4 prepacked", "fp16 nvfp4", "fp16 prepacked"}),
         ("prepacked_bf16", {"bf16 nvfp4", "bf16 prepacked"}),
         ("prepacked_fp8", {"e4m3 nvfp4", "e4m3 prepacked_fp8"}),

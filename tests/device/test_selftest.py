@@ -62,6 +62,14 @@ def test_problems_are_exact_in_float32() -> None:
             )
             assert (2 * 15 / 8) ** 2 * depth * 2**10 < 2**24
             continue
+        if "MXFP4" in problem.name:
+            scales = [s.view(torch.uint8)[s.view(torch.uint8) > 0] for s in (scale_a, scale_b)]
+            assert all(s.min() >= 126 and s.max() <= 128 for s in scales)
+            depth = (
+                max(-(-size // 128) * 128 for size in problems.SIZES) if problem.name[:8] == "ragged k" else k
+            )
+            assert (2 * 6) ** 2 * depth * 2**4 < 2**24  # products are multiples of (1/2 * 1/2)^2
+            continue
         if "one-hot" in problem.name:
             assert torch.equal(a.count_nonzero(1), torch.ones(len(a)))
             continue

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import capi
 import torch
 from fp4gemm import layout, reference
-from fp4gemm._formats import MXFP8, NVFP4, BlockFormat
+from fp4gemm._formats import MX_BLOCK, MXFP4, MXFP8, NVFP4, BlockFormat
 from fp4gemm.activations import by_name
 from fp4gemm.ops import operators
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch import Tensor
 TOKEN_TYPES = {"prepacked": torch.float16, "prepacked_bf16": torch.bfloat16}
 
 # The formats of operands that have block scales, by KernelInfo.operand.
-FORMATS = {form.name: form for form in (NVFP4, MXFP8)}
+FORMATS = {form.name: form for form in (NVFP4, MXFP8, MXFP4)}
 
 # The terms of the epilogue in a problem: none, or all.
 PLAIN, FULL = "plain", "full"
@@ -52,18 +52,25 @@ def codes_and_scales(
 ) -> tuple[Tensor, Tensor]:
     """Random values, and scales of few significant bits, so that partial sums are exact in fp32.
 
-    Values of MXFP8 have any sign and mantissa, and exponents of -1 or 0; scales of it are 1/2, 1 or 2.
+    Values of MXFP8 have any sign and mantissa, and exponents of -1 or 0; scales of MX formats are 1/2, 1 or
+    2.
     """
     if form is MXFP8:
         bits = torch.randint(0, 16, (rows, k), generator=gen)
         exponent = torch.randint(6, 8, (rows, k), generator=gen)
         values = ((bits & 8) << 4 | exponent << 3 | bits & 7).to(torch.uint8).view(torch.float8_e4m3fn)
-        powers = torch.randint(126, 129, (rows, k // form.block), generator=gen).to(torch.uint8)
-        return values, powers.view(torch.float8_e8m0fnu)
+        return values, _powers(rows, k, gen)
     codes = torch.randint(0, 256, (rows, k // 2), dtype=torch.uint8, generator=gen)
+    if form is MXFP4:
+        return codes, _powers(rows, k, gen)
     mantissa = torch.randint(8, 16, (rows, k // 16), generator=gen) / 8
     exponent = torch.randint(-1, 2, (rows, k // 16), generator=gen)
     return codes, (mantissa * 2.0**exponent).to(torch.float8_e4m3fn)
+
+
+def _powers(rows: int, k: int, gen: torch.Generator) -> Tensor:
+    powers = torch.randint(126, 129, (rows, k // MX_BLOCK), generator=gen).to(torch.uint8)
+    return powers.view(torch.float8_e8m0fnu)
 
 
 def numbers(shape: tuple[int, ...], gen: torch.Generator) -> Tensor:

@@ -15,6 +15,7 @@ from pathlib import Path
 import capi
 import fp4gemm
 import torch
+from fp4gemm._formats import format_of
 from problems import FORMATS, Problem
 from ptxemu.emulator import DeviceArray, Emulator, extract_ptx
 from torch import Tensor
@@ -141,7 +142,7 @@ class Call:
     def _operand(self, data: Tensor, scales: Tensor | None) -> capi.Operand:
         """Codes and scales, fp16 or bf16 values, or the bytes of prepacked weights."""
         if scales is not None:
-            form = capi.FORMAT_NVFP4 if data.dtype is torch.uint8 else capi.FORMAT_MXFP8
+            form = capi.FORMATS[format_of(data, scales).name]
             return capi.Operand(self._put(data), self._put(scales), form)
         formats = {
             torch.float16: capi.FORMAT_FP16,

@@ -9,7 +9,7 @@ import capi
 import pytest
 import torch
 from calls import Memory, check, parts_out, rows_in
-from capi_conversions import DequantizeArgs, MXFP8Args, RmsNormQuantizeArgs, SiluAndMulQuantizeArgs
+from capi_conversions import DequantizeArgs, MXFP4Args, MXFP8Args, RmsNormQuantizeArgs, SiluAndMulQuantizeArgs
 from fp4gemm import layout, reference
 from helpers import make, make_codes, make_scales, short
 from session import SCHEDULES, Session
@@ -202,3 +202,46 @@ def test_mxfp8_groups(session: Session, sizes: tuple[int, ...]) -> None:
     for axis in (-1, 0):
         check(session, "mxfp8_quantize", partial(quantize, axis=axis))
     check(session, "mxfp8_dequantize", dequantize)
+
+
+@pytest.mark.parametrize("ceil", [False, True], ids=["floor", "ceil"])
+@pytest.mark.parametrize("dtype", FLOATS, ids=short)
+def test_mxfp4(session: Session, dtype: torch.dtype, ceil: bool) -> None:
+    """Along rows and along columns, with swizzled and compact scales, and in groups of both; and back."""
+    m, k = 64, 160
+    gen = torch.Generator().manual_seed(k)
+    x = torch.cat([make(kind, 16, k, dtype, gen) for kind in ("heavy", "denormal", "huge", "inf")])
+    x[3, 7] = torch.nan
+    offs = torch.tensor((5, 0, 40)).cumsum(0).to(torch.int32)
+
+    def args_of(memory: Memory, swizzled: bool, ends: Tensor | None) -> MXFP4Args:
+        args = MXFP4Args(m=m, k=k, dtype=capi.DTYPES[dtype], scale=int(ceil), scales_are_compact=not swizzled)
+        if ends is not None:
+            args.offs, args.num_groups = memory.put(ends), len(ends)
+        return args
+
+    def quantize(memory: Memory, axis: int, swizzled: bool, ends: Tensor | None) -> tuple[object]:
+        args = args_of(memory, swizzled, ends)
+        args.x, args.x_row_stride, args.is_transposed = memory.put(x), k, axis == 0
+        codes, scales = reference.mxfp4_quantize(x, axis, ceil, swizzled, ends)
+        args.codes, args.scales = memory.out("codes", codes), memory.out("scales", scales)
+        return (args,)
+
+    def dequantize(memory: Memory, swizzled: bool, ends: Tensor | None) -> tuple[object]:
+        args = args_of(memory, swizzled, ends)
+        finite = x.masked_fill(~x.isfinite(), 3)
+        codes, scales = reference.mxfp4_quantize(finite, -1, ceil, swizzled, ends)
+        args.codes, args.scales = memory.put(codes), memory.put(scales)
+        args.y = memory.out("y", reference.mxfp4_dequantize(codes, scales, dtype, swizzled, ends))
+        return (args,)
+
+    for axis, swizzled, ends in (
+        (-1, True, None),
+        (-1, False, None),
+        (0, True, None),
+        (-1, True, offs),
+        (0, True, offs),
+    ):
+        check(session, "mxfp4_quantize", partial(quantize, axis=axis, swizzled=swizzled, ends=ends))
+    for swizzled, ends in ((True, None), (False, None), (True, offs)):
+        check(session, "mxfp4_dequantize", partial(dequantize, swizzled=swizzled, ends=ends))

@@ -82,6 +82,17 @@ def test_opcheck_mxfp8(
         opcheck("mxfp8_dequantize", t.values, t.scales, target, swizzled)
 
 
+@pytest.mark.parametrize("swizzled", [True, False], ids=["swizzled", "compact"])
+@pytest.mark.parametrize("ceil", [True, False], ids=["ceil", "floor"])
+def test_opcheck_mxfp4(ceil: bool, swizzled: bool, device: torch.device, gen: torch.Generator) -> None:
+    x = make("normal", 64, 96, torch.bfloat16, gen).to(device)
+    for axis in (-1, 0):
+        opcheck("mxfp4_quantize", x, axis, ceil, swizzled)
+    t = fp4gemm.quantize_mxfp4(x, swizzled=swizzled)
+    for target in FLOATS:
+        opcheck("mxfp4_dequantize", t.codes, t.scales, target, swizzled)
+
+
 @pytest.mark.parametrize("mode", MODES, ids=by_name)
 def test_fake_quantize_is_real(mode: Mode, device: torch.device) -> None:
     options = arguments(mode, device)
@@ -123,8 +134,11 @@ def test_fakes_of_the_others_are_real(device: torch.device) -> None:
         for axis in (-1, 0) if m % 32 == 0 and m > 0 else (-1,):
             for swizzled in (True, False):
                 assert_fake_is_real("mxfp8_quantize", x, axis, torch.float8_e5m2, swizzled)
+                assert_fake_is_real("mxfp4_quantize", x, axis, False, swizzled)
         v = fp4gemm.quantize_mxfp8(x)
         assert_fake_is_real("mxfp8_dequantize", v.values, v.scales, torch.bfloat16, True)
+        q = fp4gemm.quantize_mxfp4(x)
+        assert_fake_is_real("mxfp4_dequantize", q.codes, q.scales, torch.bfloat16, True)
 
 
 def test_compile_quantizers(backend: str, device: torch.device, gen: torch.Generator) -> None:

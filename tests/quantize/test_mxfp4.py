@@ -74,7 +74,7 @@ def hard(gen: torch.Generator) -> Tensor:
 @pytest.mark.parametrize("mode", ["floor", "ceil"])
 def test_bits_of_the_model(mode: str, device: torch.device, gen: torch.Generator) -> None:
     x = hard(gen)
-    made = fp4gemm.quantize_mxfp4(x.to(device), scale=mode)  # type: ignore[arg-type]
+    made = fp4gemm.quantize_mxfp4(x.to(device), scale=mode).to_weight()  # type: ignore[arg-type]
     codes, scales = model(x, mode)
     assert_bits(made.scales.cpu(), scales, "scales")
     assert_bits(made.codes.cpu(), codes, "codes")
@@ -86,22 +86,22 @@ def test_the_exponent_of_every_mantissa() -> None:
     amax = (mantissa | 130 << 23).view(torch.float32)  # 8 to 16
     x = torch.zeros(amax.numel(), 32)
     x[:, 5] = -amax
-    assert (fp4gemm.quantize_mxfp4(x).scales == 128).all()
+    assert (fp4gemm.quantize_mxfp4(x).to_weight().scales == 128).all()
     want = torch.where(amax > 12, 129, 128).to(torch.uint8).unsqueeze(1)
-    assert_bits(fp4gemm.quantize_mxfp4(x, scale="ceil").scales, want, "scales")
+    assert_bits(fp4gemm.quantize_mxfp4(x, scale="ceil").to_weight().scales, want, "scales")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bit_inputs_and_stacks(dtype: torch.dtype, gen: torch.Generator) -> None:
     """They are widened exactly; a stack has the bits of its matrices, and strides are free."""
     x = torch.randn(3, 8, 64, generator=gen).to(dtype)
-    made = fp4gemm.quantize_mxfp4(x)
+    made = fp4gemm.quantize_mxfp4(x).to_weight()
     assert made.codes.shape == (3, 8, 2, 16)
     for e in range(3):
-        one = fp4gemm.quantize_mxfp4(x[e].float())
+        one = fp4gemm.quantize_mxfp4(x[e].float()).to_weight()
         assert_bits(made.codes[e], one.codes, "codes")
         assert_bits(made.scales[e], one.scales, "scales")
-    turned = fp4gemm.quantize_mxfp4(x.mT.contiguous().mT)
+    turned = fp4gemm.quantize_mxfp4(x.mT.contiguous().mT).to_weight()
     assert_bits(turned.codes, made.codes, "codes")
 
 
@@ -112,7 +112,7 @@ def test_values_of_mxfp4_keep_their_bits(gen: torch.Generator) -> None:
     scales = torch.randint(110, 127, (16, 4), generator=gen).to(torch.uint8)
     values = fp4gemm.NVFP4Tensor.from_mxfp4(codes, scales).dequantize(torch.float32)
     for mode in ("floor", "ceil"):
-        made = fp4gemm.quantize_mxfp4(values, scale=mode)  # type: ignore[arg-type]
+        made = fp4gemm.quantize_mxfp4(values, scale=mode).to_weight()  # type: ignore[arg-type]
         assert_bits(made.codes, codes, "codes")
         assert_bits(made.scales, scales, "scales")
 
@@ -121,7 +121,7 @@ def test_values_of_mxfp4_keep_their_bits(gen: torch.Generator) -> None:
 def test_blocks_that_are_not_finite(mode: str) -> None:
     x = torch.ones(2, 64)
     x[0, 3], x[1, 40] = math.nan, -math.inf
-    made = fp4gemm.quantize_mxfp4(x, scale=mode)  # type: ignore[arg-type]
+    made = fp4gemm.quantize_mxfp4(x, scale=mode).to_weight()  # type: ignore[arg-type]
     assert (made.scales == 255).tolist() == [[True, False], [False, True]]
     assert not made.codes[made.scales == 255].any()
     with pytest.raises(ValueError, match=r"^scales: 2 of 4 are 255, the NaN of e8m0"):

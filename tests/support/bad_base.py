@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import fp4gemm
 import torch
-from fp4gemm import DecodedTensor, MXFP8Tensor, NVFP4Tensor, layout, reference
+from fp4gemm import DecodedTensor, MXFP4Tensor, MXFP8Tensor, NVFP4Tensor, layout, reference
 from fp4gemm.ops.options import OPTIONS
 from fp4gemm.ops.quantize import QuantizeCall
 
@@ -107,7 +107,7 @@ A, B = quantized(), quantized(N)
 SCALAR = fp4gemm.quantize(ones(M, K), scaling="tensor")
 GROUPED = fp4gemm.quantize(ones(M, K), offs=ends(5, M))
 ROTATED = fp4gemm.quantize(ones(M, K), scaling="tensor", hadamard="bf16")
-E = fp4gemm.quantize_mxfp8(ones(M, K))
+E, E4 = fp4gemm.quantize_mxfp8(ones(M, K)), fp4gemm.quantize_mxfp4(ones(M, K))
 SPARSE = ones(M, K).to_sparse()
 STATE = torch.tensor([1, 2])
 OPERATOR_OPTIONS: dict[str, Any] = {
@@ -161,7 +161,10 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = 
             "decoded": False,
         },
     ),
-    "quantize_mxfp4": (fp4gemm.quantize_mxfp4, lambda: {"x": ones(M, K), "scale": "floor"}),
+    "quantize_mxfp4": (
+        fp4gemm.quantize_mxfp4,
+        lambda: {"x": ones(M, K), "axis": -1, "scale": "floor", "swizzled": True, "offs": None},
+    ),
     "quantize_mxfp8": (
         fp4gemm.quantize_mxfp8,
         lambda: {"x": ones(M, K), "axis": -1, "dtype": torch.float8_e4m3fn, "swizzled": True, "offs": None},
@@ -249,6 +252,13 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = 
         MXFP8Tensor,
         lambda: {"values": E.values, "scales": E.scales, "swizzled": True, "offs": None, "offs_dim": 0},
     ),
+    "MXFP4Tensor": (
+        MXFP4Tensor,
+        lambda: {"codes": E4.codes, "scales": E4.scales, "swizzled": True, "offs": None, "offs_dim": 0},
+    ),
+    "MXFP4Tensor.from_weight": (MXFP4Tensor.from_weight, lambda: E4.to_weight()._asdict()),
+    "MXFP4Tensor.dequantize": (E4.dequantize, lambda: {"dtype": torch.float32}),
+    "MXFP4Tensor.to": (E4.to, lambda: {"device": "cpu"}),
     "MXFP8Tensor.dequantize": (E.dequantize, lambda: {"dtype": torch.float32}),
     "MXFP8Tensor.to": (E.to, lambda: {"device": "cpu"}),
     "NVFP4Tensor.from_compact": (
@@ -325,6 +335,20 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = 
     "reference.mxfp8_quantize": (
         reference.mxfp8_quantize,
         lambda: {"x": ones(M, K), "axis": -1, "dtype": torch.float8_e4m3fn, "swizzled": True, "offs": None},
+    ),
+    "reference.mxfp4_quantize": (
+        reference.mxfp4_quantize,
+        lambda: {"x": ones(M, K), "axis": -1, "ceil": False, "swizzled": True, "offs": None},
+    ),
+    "reference.mxfp4_dequantize": (
+        reference.mxfp4_dequantize,
+        lambda: {
+            "codes": E4.codes,
+            "scales": E4.scales,
+            "dtype": torch.float32,
+            "swizzled": True,
+            "offs": None,
+        },
     ),
     "reference.mxfp8_dequantize": (
         reference.mxfp8_dequantize,

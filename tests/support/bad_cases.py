@@ -18,8 +18,7 @@ import bad_interop
 import bad_linear
 import bad_models
 import bad_moe
-import bad_mxfp4
-import bad_mxfp8
+import bad_mx
 import bad_prepacked
 import bad_quantize
 import bad_ranks
@@ -58,8 +57,7 @@ __all__ = ["CASES", "FUNCTIONS", "Case", "complaint"]
 
 CASES = Cases(
     [
-        *bad_mxfp4.CASES,
-        *bad_mxfp8.CASES,
+        *bad_mx.CASES,
         *bad_quantize.CASES,
         *bad_ranks.CASES,
         *bad_search.CASES,

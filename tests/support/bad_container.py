@@ -6,7 +6,7 @@ import types
 
 import fp4gemm
 import torch
-from bad_base import FUNCTIONS, NOT, TYPE, VALUE, A, B, Cases, E, K, M
+from bad_base import E4, FUNCTIONS, NOT, TYPE, VALUE, A, B, Cases, E, K, M
 
 CASES = Cases()
 CONTAINERS = {
@@ -14,6 +14,7 @@ CONTAINERS = {
     "DecodedTensor": fp4gemm.decode(A),
     "PrepackedTensor": fp4gemm.prepack(B),
     "MXFP8Tensor": E,
+    "MXFP4Tensor": E4,
     "FP8Tensor": fp4gemm.quantize_fp8(A.dequantize()),
 }
 for owner, t in CONTAINERS.items():

@@ -30,8 +30,9 @@ HALF_REFERENCE = (
     "reference.rms_norm_quantize_fp8"
 )
 FLOAT = (
-    "quantize quantize_both quantize_mxfp8 quantize_fp8 reference.quantize reference.quantize_both "
-    "reference.mxfp8_quantize reference.quantize_decoded reference.quantize_fp8"
+    "quantize quantize_both quantize_mxfp8 quantize_mxfp4 quantize_fp8 reference.quantize "
+    "reference.quantize_both reference.mxfp8_quantize reference.mxfp4_quantize "
+    "reference.quantize_decoded reference.quantize_fp8"
 )
 X = f"{FLOAT} {HALF} {HALF_REFERENCE}"
 
@@ -45,11 +46,13 @@ add(X, "x", "int32", lambda: ones(M, K, dtype=torch.int32), TYPE, "dtype is torc
 add(f"{HALF} {HALF_REFERENCE}", "x", "float32", lambda: ones(M, K), TYPE, "dtype is torch.float32, must be")
 add(X, "x", "rank1", lambda: half(K), VALUE, "shape is (64,), must have rank 2")
 NO_STACKS = " ".join(
-    name for name in X.split() if name not in ("quantize", "quantize_both", "quantize_mxfp8")
+    name
+    for name in X.split()
+    if name not in ("quantize", "quantize_both", "quantize_mxfp8", "quantize_mxfp4")
 )
 add(NO_STACKS, "x", "rank3", lambda: half(2, M, K), VALUE, "shape is (2, 33, 64), must have rank 2")
 add(
-    "quantize_mxfp8",
+    "quantize_mxfp8 quantize_mxfp4",
     "x",
     "rank4",
     lambda: half(1, 2, M, K),
@@ -75,16 +78,23 @@ add(
 add(
     "quantize_both reference.quantize_both", "x", "m-zero", lambda: ones(0, K), VALUE, "m is 0, must be a pos"
 )
-for name, k in (("quantize_mxfp8", 48), ("reference.mxfp8_quantize", 48), ("silu_and_mul_quantize", 48)):
-    add(name, "x", "k-step-32", lambda k=k: half(M, k), VALUE, "k is 48, must be a positive multiple of 32")
+MX = "quantize_mxfp8 quantize_mxfp4 reference.mxfp8_quantize reference.mxfp4_quantize"
+add(
+    f"{MX} silu_and_mul_quantize",
+    "x",
+    "k-step-32",
+    lambda: half(M, 48),
+    VALUE,
+    "k is 48, must be a positive multiple of 32",
+)
 
 # axis
-AXIS = "quantize quantize_mxfp8 reference.quantize reference.quantize_decoded reference.mxfp8_quantize"
+AXIS = f"quantize {MX} reference.quantize reference.quantize_decoded"
 add(AXIS, "axis", "type", lambda: "0", TYPE, "got '0' (str), must be")
 add(AXIS, "axis", "bool", lambda: False, TYPE, "got False (bool), must be")
 add(AXIS, "axis", "value", lambda: 1, VALUE, "got 1, must be")
 add(AXIS, "axis", "m", lambda: 0, VALUE, "m is 33, must be a positive multiple of", "x")
-add("quantize quantize_mxfp8", "axis", "low", lambda: -2, VALUE, "got -2, must be at least -1")
+add("quantize quantize_mxfp8 quantize_mxfp4", "axis", "low", lambda: -2, VALUE, "got -2, must be at least -1")
 
 # Options by name.
 Q = "quantize quantize_both"

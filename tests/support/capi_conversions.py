@@ -1,4 +1,4 @@
-"""The structs of the producers, the decoders and MXFP8 for ctypes, initialized as their _INIT macros."""
+"""The structs of producers, decoders and the MX formats for ctypes, initialized as their _INIT macros."""
 
 from __future__ import annotations
 
@@ -88,12 +88,34 @@ class MXFP8Args(Args):
     _defaults_: ClassVar[dict[str, object]] = {"dtype": BF16}
 
 
+class MXFP4Args(Args):
+    _fields_: ClassVar[list[tuple[str, type]]] = [
+        ("struct_size", c_size_t),
+        ("m", c_int64),
+        ("k", c_int64),
+        ("x", c_void_p),
+        ("x_row_stride", c_int64),
+        ("y", c_void_p),
+        ("dtype", c_int),
+        ("is_transposed", c_int),
+        ("scale", c_int),
+        ("codes", c_void_p),
+        ("scales", c_void_p),
+        ("scales_are_compact", c_int),
+        ("offs", c_void_p),
+        ("num_groups", c_int),
+    ]
+    _defaults_: ClassVar[dict[str, object]] = {"dtype": BF16}
+
+
 _STRUCTS = {
     "silu_and_mul_quantize": SiluAndMulQuantizeArgs,
     "rms_norm_quantize": RmsNormQuantizeArgs,
     "dequantize": DequantizeArgs,
     "mxfp8_quantize": MXFP8Args,
     "mxfp8_dequantize": MXFP8Args,
+    "mxfp4_quantize": MXFP4Args,
+    "mxfp4_dequantize": MXFP4Args,
 }
 
 

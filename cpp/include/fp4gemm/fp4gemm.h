@@ -84,7 +84,7 @@ typedef enum fp4gemm_dtype { FP4GEMM_BF16 = 0, FP4GEMM_FP16 = 1, FP4GEMM_FP32 = 
 typedef enum fp4gemm_scaling { FP4GEMM_SCALING_TENSOR = 0, FP4GEMM_SCALING_ROW = 1 } fp4gemm_scaling_t;
 
 /* What a GEMM operand holds. Kernels for devices with FP4 tensor cores read NVFP4 only. scales is NULL except
- * for NVFP4. */
+ * for NVFP4, MXFP8 and MXFP4. */
 typedef enum fp4gemm_format {
   FP4GEMM_FORMAT_NVFP4 = 0, /* data: codes, scales: swizzled e4m3 */
   FP4GEMM_FORMAT_FP16 = 1,  /* data: (rows, k) fp16: values times their block scales (exact); or, as A with
@@ -94,7 +94,9 @@ typedef enum fp4gemm_format {
   FP4GEMM_FORMAT_FP32 = 4,      /* A with quantize_a only. data: (rows, k) fp32 */
   FP4GEMM_FORMAT_E4M3 = 5,      /* A only. data: (rows, k) e4m3, in the order of the FP8 kernels along k */
   FP4GEMM_FORMAT_PREPACKED_FP8 = 6, /* B only. data: the bytes that fp4gemm_prepack_fp8 wrote */
-  FP4GEMM_FORMAT_MXFP8 = 7 /* both or neither. data: (rows, k) e4m3, scales: swizzled e8m0, one for each 32 */
+  FP4GEMM_FORMAT_MXFP8 =
+      7,                   /* both or neither. data: (rows, k) e4m3, scales: swizzled e8m0, one for each 32 */
+  FP4GEMM_FORMAT_MXFP4 = 8 /* both or neither. data: codes as of NVFP4, scales: as of MXFP8 */
 } fp4gemm_format_t;
 
 /* ---- errors and versions ---- */
@@ -408,6 +410,47 @@ FP4GEMM_API fp4gemm_status_t fp4gemm_mxfp8_quantize(const fp4gemm_mxfp8_args_t* 
 
 /* y = cast(value * scale). Rows outside of all groups become zero. */
 FP4GEMM_API fp4gemm_status_t fp4gemm_mxfp8_dequantize(const fp4gemm_mxfp8_args_t* args, int device,
+                                                      fp4gemm_stream_t stream);
+
+/* How the scale of a block of MXFP4 follows from its largest magnitude: the power of two of the magnitude
+ * over that of 4, which is the rule of the OCP specification; or the least power of two >= magnitude / 6, for
+ * which no element saturates. */
+typedef enum fp4gemm_mxfp4_scale { FP4GEMM_MXFP4_FLOOR = 0, FP4GEMM_MXFP4_CEIL = 1 } fp4gemm_mxfp4_scale_t;
+
+typedef struct fp4gemm_mxfp4_args {
+  size_t struct_size;
+  int64_t m, k;          /* of x or y; k is a positive multiple of 32, and so is m if is_transposed without
+                            groups */
+  const void* x;         /* quantize: in (m, k), 16-byte aligned */
+  int64_t x_row_stride;  /* quantize: elements; rows must start on 16-byte boundaries */
+  void* y;               /* dequantize: out (m, k) contiguous, 16-byte aligned */
+  fp4gemm_dtype_t dtype; /* of x or y */
+  int is_transposed;     /* quantize: blocks along m; codes (k, m/2) and scales are those of x^T */
+  fp4gemm_mxfp4_scale_t scale; /* quantize */
+  uint8_t*
+      codes; /* (m, k/2), 16-byte aligned, low nibble = even k; written by quantize, read by dequantize */
+  uint8_t* scales; /* as of fp4gemm_mxfp8_args_t */
+  int scales_are_compact;
+  const int32_t* offs; /* as of fp4gemm_mxfp8_args_t */
+  int num_groups;
+} fp4gemm_mxfp4_args_t;
+
+static inline fp4gemm_mxfp4_args_t fp4gemm_mxfp4_args_init(void) {
+  fp4gemm_mxfp4_args_t args;
+  memset(&args, 0, sizeof(args));
+  args.struct_size = sizeof(args);
+  return args;
+}
+#define FP4GEMM_MXFP4_ARGS_INIT fp4gemm_mxfp4_args_init()
+
+/* MXFP4 quantization: the scale of a block by args->scale, code = e2m1(x / scale), nearest even and
+ * saturating. A block with a NaN or an infinity gets the scale 255, NaN, and codes 0. Groups: as of
+ * fp4gemm_mxfp8_quantize. */
+FP4GEMM_API fp4gemm_status_t fp4gemm_mxfp4_quantize(const fp4gemm_mxfp4_args_t* args, int device,
+                                                    fp4gemm_stream_t stream);
+
+/* y = cast(value * scale). Rows outside of all groups become zero. */
+FP4GEMM_API fp4gemm_status_t fp4gemm_mxfp4_dequantize(const fp4gemm_mxfp4_args_t* args, int device,
                                                       fp4gemm_stream_t stream);
 
 /* y = q * s in fp16, which is exact (|y| <= 2688). y is (m, k), contiguous and 16-byte aligned. It is an

@@ -311,7 +311,7 @@ fp4gemm_status_t check_mx(Args const* args, char const* values_name, uint8_t con
 }
 
 template <class Args>
-MxArgs mx_args_of(Args const& args, MxElement element, uint8_t* values) {
+MxArgs mx_args_of(Args const& args, MxElement element, bool floors, uint8_t* values) {
   return {args.m,
           args.k,
           args.x,
@@ -320,6 +320,7 @@ MxArgs mx_args_of(Args const& args, MxElement element, uint8_t* values) {
           args.dtype,
           args.is_transposed != 0,
           element,
+          floors,
           values,
           args.scales,
           args.scales_are_compact != 0,
@@ -347,7 +348,18 @@ fp4gemm_status_t check_mxfp8(fp4gemm_mxfp8_args_t const* args) {
 }
 
 MxArgs mx_args_of(fp4gemm_mxfp8_args_t const& args) {
-  return mx_args_of(args, args.fp8 == FP4GEMM_E4M3 ? MxElement::kE4m3 : MxElement::kE5m2, args.values);
+  return mx_args_of(args, args.fp8 == FP4GEMM_E4M3 ? MxElement::kE4m3 : MxElement::kE5m2, false, args.values);
+}
+
+fp4gemm_status_t check_mxfp4(fp4gemm_mxfp4_args_t const* args) {
+  FP4GEMM_TRY(check_args(args));
+  FP4GEMM_TRY(
+      check_enum("scale", args->scale, FP4GEMM_MXFP4_CEIL, "FP4GEMM_MXFP4_FLOOR or FP4GEMM_MXFP4_CEIL"));
+  return check_mx(args, "codes", args->codes);
+}
+
+MxArgs mx_args_of(fp4gemm_mxfp4_args_t const& args) {
+  return mx_args_of(args, MxElement::kE2m1, args.scale == FP4GEMM_MXFP4_FLOOR, args.codes);
 }
 
 fp4gemm_status_t decode(DecodeJob const& job, int64_t k, int device, fp4gemm_stream_t stream) {
@@ -446,6 +458,18 @@ fp4gemm_status_t fp4gemm_mxfp8_quantize(fp4gemm_mxfp8_args_t const* args, int de
 fp4gemm_status_t fp4gemm_mxfp8_dequantize(fp4gemm_mxfp8_args_t const* args, int device,
                                           fp4gemm_stream_t stream) {
   FP4GEMM_TRY(fp4gemm::check_mxfp8(args));
+  return fp4gemm::mx_dequantize(fp4gemm::mx_args_of(*args), device, stream);
+}
+
+fp4gemm_status_t fp4gemm_mxfp4_quantize(fp4gemm_mxfp4_args_t const* args, int device,
+                                        fp4gemm_stream_t stream) {
+  FP4GEMM_TRY(fp4gemm::check_mxfp4(args));
+  return fp4gemm::mx_quantize(fp4gemm::mx_args_of(*args), device, stream);
+}
+
+fp4gemm_status_t fp4gemm_mxfp4_dequantize(fp4gemm_mxfp4_args_t const* args, int device,
+                                          fp4gemm_stream_t stream) {
+  FP4GEMM_TRY(fp4gemm::check_mxfp4(args));
   return fp4gemm::mx_dequantize(fp4gemm::mx_args_of(*args), device, stream);
 }
 

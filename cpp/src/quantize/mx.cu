@@ -25,6 +25,7 @@ struct MxParams {
   uint8_t* values;
   uint8_t* scales;
   bool scales_are_compact;
+  bool floors;              // see MxArgs
   Groups groups;            // of rows of x or y
   int64_t grouped_columns;  // of x^T, with groups
   unsigned first_cta = 0;   // mx_quantize_*: CTAs of the launches before, along the dimension that m sets
@@ -71,14 +72,15 @@ __device__ inline float e8m0_to_float(int power) {
 ///   kBits              of an element
 ///   kLargestExponent   of the scales of a row that is decoded: the largest such that fp16 holds the largest
 ///                      value times two to that power
-///   quantize           a block to elements, with the e8m0 code of its scale as the result
+///   quantize           a block to elements, with the e8m0 code of its scale as the result; `floors` as of
+///                      MxArgs
 ///   decode             elements to fp16, exactly
 template <__nv_fp8_interpretation_t kFormat>
 struct Fp8Elements {
   static constexpr int kBits = 8;
   static constexpr int kLargestExponent = 7;  // 448 * 2^7 = 57344; only e4m3 is decoded
 
-  static __device__ uint8_t quantize(float const (&x)[kMxBlock], Chunk<uint8_t, kMxBlock>& values) {
+  static __device__ uint8_t quantize(float const (&x)[kMxBlock], bool, Chunk<uint8_t, kMxBlock>& values) {
     float amax = 0.0f;
 #pragma unroll
     for (int i = 0; i < kMxBlock; ++i) {
@@ -102,6 +104,48 @@ struct Fp8Elements {
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       values[i] = __half(__nv_cvt_fp8_to_halfraw(bytes.elements[i], kFormat));
+    }
+  }
+};
+
+/// Elements of MXFP4.
+struct E2m1Elements {
+  static constexpr int kBits = 4;
+  static constexpr int kLargestExponent = 13;  // 6 * 2^13 = 49152
+
+  static __device__ uint8_t quantize(float const (&x)[kMxBlock], bool floors,
+                                     Chunk<uint8_t, kMxBlock / 2>& codes) {
+    // Magnitudes order as their bits do, and those of infinity and NaN are the largest.
+    uint32_t largest = 0;
+#pragma unroll
+    for (int i = 0; i < kMxBlock; ++i) {
+      largest = max(largest, __float_as_uint(x[i]) & 0x7FFFFFFFu);
+    }
+    if (largest >= 0x7F800000u) {
+      codes = {};
+      return 255;
+    }
+    // The exponent field is that of the power of two below the magnitude, and 0 for subnormal numbers.
+    uint8_t const scale = floors ? static_cast<uint8_t>(max(static_cast<int>(largest >> 23) - 2, 0))
+                                 : float_to_e8m0_up(__fmul_rn(__uint_as_float(largest), 1.0f / 6.0f));
+    float const inverse = e8m0_to_float(254 - scale);
+    auto const code_of = [&](float element) {
+      return (e2m1_bits(element, inverse) - kE2m1StartBits) | (__float_as_uint(element) >> 31) << 3;
+    };
+#pragma unroll
+    for (int i = 0; i < kMxBlock / 2; ++i) {
+      codes.elements[i] = static_cast<uint8_t>(code_of(x[2 * i]) | code_of(x[2 * i + 1]) << 4);
+    }
+    return scale;
+  }
+
+  template <int N>
+  static __device__ void decode(Chunk<uint8_t, N / 2> const& codes, __half (&values)[N]) {
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) {
+      __half2 const pair = decode_e2m1_pair(codes.elements[i]);
+      values[2 * i] = __low2half(pair);
+      values[2 * i + 1] = __high2half(pair);
     }
   }
 };
@@ -140,7 +184,7 @@ __global__ void __launch_bounds__(kThreads) mx_quantize_rows(MxParams p) {
         }
       }
       BlockOf<Elements> values;
-      scale = Elements::quantize(x, values);
+      scale = Elements::quantize(x, p.floors, values);
       reinterpret_cast<BlockOf<Elements>*>(p.values)[row * num_blocks + block] = values;
     }
     if (found.outside >= 0 && block < num_blocks) {
@@ -174,7 +218,7 @@ __global__ void __launch_bounds__(kThreads) mx_quantize_columns(MxParams p) {
       x[i] = in_tile + i < rows.count ? static_cast<float>(first[i * p.x_row_stride]) : 0.0f;
     }
     BlockOf<Elements> values;
-    scale = Elements::quantize(x, values);
+    scale = Elements::quantize(x, p.floors, values);
     reinterpret_cast<BlockOf<Elements>*>(p.values)[column * num_blocks + block] = values;
   }
   if (!p.scales_are_compact || (column < p.k && block < num_blocks)) {
@@ -288,6 +332,7 @@ MxParams params_of(MxArgs const& args) {
           args.values,
           args.scales,
           args.scales_are_compact,
+          args.floors,
           {args.offs, args.num_groups},
           args.offs != nullptr ? fp4gemm_grouped_scale_rows(args.m, args.num_groups) : 0};
 }
@@ -299,6 +344,7 @@ void for_types(MxArgs const& args, Launch const& launch) {
     switch (args.element) {
       case MxElement::kE4m3: launch(type, Fp8Elements<__NV_E4M3>{}); break;
       case MxElement::kE5m2: launch(type, Fp8Elements<__NV_E5M2>{}); break;
+      case MxElement::kE2m1: launch(type, E2m1Elements{}); break;
     }
   });
 }
@@ -357,7 +403,9 @@ fp4gemm_status_t launch_mx_decode(MxDecodeJob const& job, fp4gemm_stream_t strea
                            ? fp4gemm_grouped_scale_rows(job.rows, job.num_groups)
                            : job.rows / job.rows_per_matrix * scale_rows_of(job.rows_per_matrix);
   FP4GEMM_TRY(check_grid("mx_decode", rows / kWarps));
-  mx_decode<Fp8Elements<__NV_E4M3>><<<static_cast<unsigned>(rows / kWarps), kThreads, 0, stream>>>(job);
+  auto* const kernel =
+      job.element == MxElement::kE2m1 ? mx_decode<E2m1Elements> : mx_decode<Fp8Elements<__NV_E4M3>>;
+  kernel<<<static_cast<unsigned>(rows / kWarps), kThreads, 0, stream>>>(job);
   FP4GEMM_CUDA(cudaGetLastError());
   return FP4GEMM_SUCCESS;
 }

@@ -29,7 +29,7 @@ fp4gemm_status_t launch_dequantize(fp4gemm_dequantize_args_t const& args, Device
                                    fp4gemm_stream_t stream);
 
 /// The elements of a tensor in an MX format.
-enum class MxElement { kE4m3, kE5m2 };
+enum class MxElement { kE4m3, kE5m2, kE2m1 };
 
 /// What the C interface's structs of the MX formats have in common; the fields are those of
 /// fp4gemm_mxfp8_args_t.
@@ -41,6 +41,7 @@ struct MxArgs {
   fp4gemm_dtype_t dtype;
   bool is_transposed;
   MxElement element;
+  bool floors;  // kE2m1: FP4GEMM_MXFP4_FLOOR; else the scale is rounded up
   uint8_t* values;
   uint8_t* scales;
   bool scales_are_compact;
@@ -54,9 +55,11 @@ fp4gemm_status_t launch_mx_dequantize(MxArgs const& args, fp4gemm_stream_t strea
 
 /// An operand in an MX format to decode for a product of fp16 operands: one matrix, groups of rows, or a
 /// stack of matrices. Row r becomes y (rows, k) = fp16(value * scale / 2^p), and its factor is 2^p, where 2^p
-/// is 2^-7 times the largest scale of the row that is no NaN. This is exact where no scale of a value that is
-/// not zero is below that by more than 2^22; what lies below is rounded to a multiple of 2^-24.
+/// is the largest scale of the row that is no NaN times 2^-7 for e4m3 and 2^-13 for e2m1. This is exact where
+/// no scale of a value that is not zero is below the largest by more than 2^22 for e4m3 and 2^36 for e2m1;
+/// what lies below is rounded to a multiple of 2^-24.
 struct MxDecodeJob {
+  MxElement element = MxElement::kE4m3;  // or kE2m1
   int64_t rows = 0;
   int64_t k = 0;
   uint8_t const* values = nullptr;

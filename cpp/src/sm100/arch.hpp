@@ -10,7 +10,8 @@
   LIST(grouped_m256)              \
   LIST(grouped_m128)              \
   LIST(swapped)                   \
-  LIST(mxfp8)
+  LIST(mxfp8)                     \
+  LIST(mxfp4)
 
 namespace fp4gemm::sm100 {
 

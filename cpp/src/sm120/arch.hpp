@@ -11,7 +11,8 @@
   LIST(swapped)                   \
   LIST(prepacked_fp16)            \
   LIST(prepacked_bf16)            \
-  LIST(mxfp8)
+  LIST(mxfp8)                     \
+  LIST(mxfp4)
 
 namespace fp4gemm::sm120 {
 

@@ -28,9 +28,10 @@ int main(void) {
   fp4gemm_rms_norm_quantize_args_t const norm = FP4GEMM_RMS_NORM_QUANTIZE_ARGS_INIT;
   fp4gemm_dequantize_args_t const dequantize = FP4GEMM_DEQUANTIZE_ARGS_INIT;
   fp4gemm_mxfp8_args_t const mxfp8 = FP4GEMM_MXFP8_ARGS_INIT;
+  fp4gemm_mxfp4_args_t const mxfp4 = FP4GEMM_MXFP4_ARGS_INIT;
   if (quantize.struct_size != sizeof(quantize) || silu.struct_size != sizeof(silu) ||
       norm.struct_size != sizeof(norm) || dequantize.struct_size != sizeof(dequantize) ||
-      mxfp8.struct_size != sizeof(mxfp8)) {
+      mxfp8.struct_size != sizeof(mxfp8) || mxfp4.struct_size != sizeof(mxfp4)) {
     printf("an _INIT macro does not set struct_size\n");
     return 1;
   }

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import _checks
-from .._formats import MXFP8
+from .._formats import BlockFormat
 from ..layout import TILE_ROWS, grouped_scale_rows, swizzle_scales
 from ..ops import options as option_checks
 
@@ -16,7 +16,7 @@ __all__ = [
     "compact_scales",
     "decoded",
     "fp8",
-    "mxfp8",
+    "mx",
     "nvfp4",
     "options",
     "prepacked",
@@ -77,10 +77,22 @@ def fp8(data: object, amax: object, offs: object) -> None:
         _checks.group_ends(offs, x.device, "data")
 
 
-def mxfp8(values: object, scales: object, swizzled: object, offs: object, offs_dim: object) -> Tensor:
-    """Return the scales as float8_e8m0fnu; raise unless all fields fit."""
-    x = _checks.is_tensor("values", values)
-    _checks.has_dtype("values", x, _checks.FP8_DTYPES)
+def mx(
+    form: BlockFormat,
+    name: str,
+    dtypes: tuple[torch.dtype, ...],
+    data: object,
+    scales: object,
+    swizzled: object,
+    offs: object,
+    offs_dim: object,
+) -> tuple[Tensor, Tensor]:
+    """Return the data, codes as uint8, and the scales as float8_e8m0fnu; raise unless all fields fit.
+
+    name and dtypes are those of the field of the data.
+    """
+    x = _checks.is_tensor(name, data)
+    _checks.has_dtype(name, x, dtypes)
     is_stack, group_rows = x.dim() == 3, None
     _checks.is_bool("swizzled", swizzled)
     _checks.is_one_of("offs_dim", offs_dim, (0, 1))
@@ -89,32 +101,32 @@ def mxfp8(values: object, scales: object, swizzled: object, offs: object, offs_d
     if swizzled is False and (is_stack or offs is not None):
         raise ValueError("swizzled: got False, must be True of a stack and with offs")
     if is_stack:
-        no_groups("values of rank 3", offs)
+        no_groups(f"{name} of rank 3", offs)
     else:
-        _checks.has_rank("values", x, 2, "(m, k), or (g, n, k) of a stack")
+        stack = form.data_text.replace("m,", "g, n,")
+        _checks.has_rank(name, x, 2, f"{form.data_text}, or {stack} of a stack")
     if offs is not None and offs_dim == 1:
-        _checks.ragged_columns("values", x, 1, MXFP8.group_columns)
+        _checks.ragged_columns(name, x, form.per_entry, form.group_columns)
     else:
-        _checks.is_multiple("values", "k", x.shape[-1], MXFP8.block)
-    _checks.is_contiguous("values", x)
-    _checks.is_aligned("values", x)
-    m, k = x.shape[-2:]
+        _checks.is_multiple(name, "k", form.k_of(x), form.block)
+    _checks.is_contiguous(name, x)
+    _checks.is_aligned(name, x)
+    m, k = x.shape[-2], form.k_of(x)
     if offs is not None:
-        ends = _checks.group_ends(offs, x.device, "values")
+        ends = _checks.group_ends(offs, x.device, name)
         if offs_dim == 0:
             group_rows = grouped_scale_rows(m, ends.shape[0])
     s = _checks.is_tensor("scales", scales)
-    _checks.has_dtype("scales", s, MXFP8.scale_dtypes)
-    wanted = _checks.mxfp8_scale_shape(m if group_rows is None else group_rows, k, bool(swizzled))
-    form = "swizzled" if swizzled else "compact"
+    _checks.has_dtype("scales", s, form.scale_dtypes)
+    wanted = _checks.mx_scale_shape(m if group_rows is None else group_rows, k, bool(swizzled))
+    kind = "swizzled" if swizzled else "compact"
     lead = (x.shape[0],) if is_stack else ()
-    why = f", the {form} shape for values of {tuple(x.shape)}"
-    _checks.has_shape("scales", s, (*lead, *wanted), why)
-    _checks.same_device("scales", s, x.device, "values")
+    _checks.has_shape("scales", s, (*lead, *wanted), f", the {kind} shape for {name} of {tuple(x.shape)}")
+    _checks.same_device("scales", s, x.device, name)
     _checks.is_contiguous("scales", s)
     if swizzled:
         _checks.is_aligned("scales", s)
-    return _checks.as_scales(s, MXFP8)
+    return _checks.as_codes(x), _checks.as_scales(s, form)
 
 
 def prepacked(data: object, amax: object, shape: object) -> None:

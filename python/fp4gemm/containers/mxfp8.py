@@ -10,18 +10,15 @@ from torch import Tensor
 
 from .. import _checks
 from .._formats import MXFP8
-from ..layout import swizzle_scales, unswizzle_scales
 from ..ops import operators
-from ..ops import options as option_checks
-from ..support import ready
-from . import _fields
-from ._base import Container, of_bytes, register, unpickled
+from ._base import register
+from ._mx import MXTensor, pickled, quantize_mx, unpickle_mx
 
 __all__ = ["MXFP8Tensor", "quantize_mxfp8"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class MXFP8Tensor(Container):
+class MXFP8Tensor(MXTensor):
     """x[m, k] ~ v[m, k] * s[m, k/32]: v an fp8 value, s its e8m0 scale, a power of two.
 
     One matrix, one with groups of rows or of k, or a stack (g, n, k) of the weights of g experts. It is
@@ -51,9 +48,10 @@ class MXFP8Tensor(Container):
         ValueError: a field has another rank, shape, device, memory layout or alignment.
     """
 
+    _form = MXFP8
+    _data_dtypes = _checks.FP8_DTYPES
+    _operator = staticmethod(operators.mxfp8_dequantize)
     _tensors: ClassVar[tuple[str, ...]] = ("values", "scales")
-    _optional: ClassVar[tuple[str, ...]] = ("offs",)
-    _constants: ClassVar[tuple[str, ...]] = ("swizzled", "offs_dim", "dtype")
 
     values: Tensor  # (m, k) or (g, n, k) fp8
     scales: Tensor  # (ceil128(m), ceil4(k/32)) e8m0 swizzled, or (m, k/32)
@@ -62,125 +60,15 @@ class MXFP8Tensor(Container):
     offs_dim: int = 0  # 0: groups of rows (ragged m); 1: groups of k (ragged k)
     dtype: torch.dtype = dataclasses.field(default=torch.float32, kw_only=True)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        scales = _fields.mxfp8(self.values, self.scales, self.swizzled, self.offs, self.offs_dim)
-        if scales is not self.scales:
-            object.__setattr__(self, "scales", scales)
-
-    @classmethod
-    def _trusted(
-        cls,
-        values: Tensor,
-        scales: Tensor,
-        swizzled: bool = True,
-        offs: Tensor | None = None,
-        offs_dim: int = 0,
-    ) -> MXFP8Tensor:
-        """Make a container, without checks, of tensors that an operator of this library has just returned."""
-        self = object.__new__(cls)
-        object.__setattr__(self, "values", values)
-        object.__setattr__(self, "scales", scales)
-        object.__setattr__(self, "swizzled", swizzled)
-        if offs is not None:  # None and 0 are the class attributes
-            object.__setattr__(self, "offs", offs)
-        if offs_dim != 0:
-            object.__setattr__(self, "offs_dim", offs_dim)
-        return self
-
-    @classmethod
-    def _of_compact(cls, values: Tensor, compact_scales: Tensor) -> MXFP8Tensor:
-        """A container of values and of bytes of scales in plain order, (m, k/32) or (g, n, k/32)."""
-        swizzle = swizzle_scales if values.dim() == 2 else _fields.swizzled_stack
-        return cls(values, swizzle(compact_scales))
-
-    @property
-    def shape(self) -> torch.Size:
-        """(m, k), or (g, n, k) of a stack."""
-        return self.values.shape
-
-    @property
-    def data(self) -> MXFP8Tensor:
-        """The container itself, as torch.Tensor.data is the same values without a gradient."""
-        return self
-
-    def __getitem__(self, e: int) -> MXFP8Tensor:
-        """Matrix e of a stack, a view.
-
-        Raises:
-            TypeError: the container is no stack, or e is not an int. IndexError: there is no such matrix.
-        """
-        _fields.stack_index(e, tuple(self.shape))
-        return MXFP8Tensor._trusted(self.values[e], self.scales[e])._stamped(self.dtype)
-
-    def compact_scales(self) -> Tensor:
-        """The block scales in their plain order: float8_e8m0fnu (m, k/32), contiguous, a copy.
-
-        Of a stack (g, n, k/32).
-
-        Raises:
-            ValueError: the rows are in groups, whose scales have no such order.
-        """
-        if not self.swizzled:
-            return self.scales.clone()
-        if self.offs is not None and self.offs_dim == 0:
-            raise ValueError("compact_scales: the rows are in groups (offs), must have none")
-        n, k = self.shape[-2:]
-        if self.values.dim() == 3:
-            each = [unswizzle_scales(scales, n, k // MXFP8.block) for scales in self.scales]
-            # Byte views, because few torch operators know float8.
-            return torch.stack([scales.view(torch.uint8) for scales in each]).view(self.scales.dtype)
-        return unswizzle_scales(self.scales, n, k // MXFP8.block)
-
-    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """cast(fl(v * s)), (m, k) or (g, n, k) of dtype; does not synchronise on a GPU.
-
-        Rows that belong to no group are 0.
-
-        Args:
-            dtype: torch.float32, torch.bfloat16 or torch.float16 (which overflows to inf); None is the
-                ``dtype`` of the container, float32 unless it was given another.
-
-        Raises:
-            TypeError: dtype is another one. NotImplementedError: the device has no kernel; the text says why.
-        """
-        dtype = self.dtype if dtype is None else dtype
-        _checks.is_float_dtype("dtype", dtype)
-        ready(self.values, "quantize")
-        if self.values.dim() == 3:
-            return torch.stack([self[e].dequantize(dtype) for e in range(self.shape[0])])
-        if not self.shape[1]:  # groups of k without a row
-            return self.values.new_empty(self.shape, dtype=dtype)
-        offs = self.offs if self.offs_dim == 0 else None
-        result: Tensor = operators.mxfp8_dequantize(self.values, self.scales, dtype, self.swizzled, offs)
-        return result
-
     def _options(self) -> list[str]:
-        shown = [f"values={self.values.dtype}", f"swizzled={self.swizzled}"]
-        if self.offs is not None:
-            shown.append(f"{'groups' if self.offs_dim == 0 else 'groups_of_k'}={self.offs.shape[0]}")
-        return shown
+        return [f"values={self.values.dtype}", *super()._options()]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Bytes in place of float8, whose storages torch (2.13) pickles but cannot read back.
-        raw = self.values.view(torch.uint8), self.scales.view(torch.uint8)
-        numbers = (self.values.dtype, self.swizzled, self.dtype, self.offs, self.offs_dim)
-        return _unpickle_mxfp8, (*raw, *numbers)
+        return _unpickle_mxfp8, pickled(self)
 
 
-def _unpickle_mxfp8(
-    values: Tensor,
-    scales: Tensor,
-    values_dtype: torch.dtype,
-    swizzled: bool,
-    dtype: torch.dtype,
-    offs: Tensor | None = None,
-    offs_dim: int = 0,
-) -> MXFP8Tensor:
-    parts = {"values": of_bytes("values", values, values_dtype), "scales": scales, "offs": offs}
-    numbers = {"swizzled": swizzled, "offs_dim": offs_dim, "dtype": dtype}
-    made: MXFP8Tensor = unpickled(MXFP8Tensor, parts, numbers)
-    return made
+def _unpickle_mxfp8(*parts: Any) -> MXFP8Tensor:
+    return unpickle_mx(MXFP8Tensor, *parts)
 
 
 register(MXFP8Tensor)
@@ -229,40 +117,15 @@ def quantize_mxfp8(
             either.
         NotImplementedError: x requires grad while grad mode is on, or the device has no kernel.
     """
-    _checks.is_bool("swizzled", swizzled)
-    if isinstance(x, Tensor) and x.dim() == 3:
-        for name, value, wanted in (("offs", offs, None), ("swizzled", swizzled, True)):
-            if value is not wanted:
-                raise ValueError(f"{name}: got {_checks.describe(value)}, must be {wanted} for x of rank 3")
-        return _stack_of([quantize_mxfp8(matrix, axis=axis, dtype=dtype) for matrix in x], x)
-    x = _checks.readable_rows(x)
-    _checks.quantize_input(x, "fp4gemm.quantize_mxfp8", step=_checks.MXFP8_BLOCK)
-    axis = option_checks.axis(axis, x, _checks.MXFP8_BLOCK if offs is None else None)
     if not isinstance(dtype, torch.dtype):
         raise TypeError(
             f"dtype: got {_checks.describe(dtype)}, must be {_checks.listing(_checks.FP8_DTYPES)}"
         )
     if dtype not in _checks.FP8_DTYPES:
         raise TypeError(f"dtype: got {dtype}, must be {_checks.listing(_checks.FP8_DTYPES)}")
-    ends = None
-    if offs is not None:
-        if not swizzled:
-            raise ValueError("swizzled: got False, must be True with offs")
-        ends = _checks.group_ends(_checks.as_int32(offs), x.device, "x")
-    ready(x, "quantize")
-    values, scales = operators.mxfp8_quantize(x, axis, dtype, swizzled, ends)
-    made = MXFP8Tensor._trusted(values, scales, swizzled, ends, 0 if ends is None else axis + 1)
-    return made._made_of(offs)
 
+    def call(x: Tensor, axis: int, swizzled: bool, ends: Tensor | None) -> tuple[Tensor, Tensor]:
+        made: tuple[Tensor, Tensor] = operators.mxfp8_quantize(x, axis, dtype, swizzled, ends)
+        return made
 
-def _stack_of(matrices: list[MXFP8Tensor], x: Tensor) -> MXFP8Tensor:
-    """The matrices of a stack, which were quantized one by one, in one container."""
-    if not matrices:
-        raise ValueError(f"x: shape is {tuple(x.shape)}, must have one matrix or more")
-    values, scales = (
-        torch.stack([getattr(t, name).view(torch.uint8) for t in matrices]).view(
-            getattr(matrices[0], name).dtype
-        )
-        for name in ("values", "scales")
-    )
-    return MXFP8Tensor._trusted(values, scales)
+    return quantize_mx(MXFP8Tensor, "fp4gemm.quantize_mxfp8", call, x, axis, swizzled, offs)

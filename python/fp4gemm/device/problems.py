@@ -4,8 +4,8 @@ A value is an e2m1 number times a block scale of 1/2 to 4: a multiple of 1/4 up 
 320 products is then a multiple of 1/16 below 2^18, which float32 holds exactly, so that kernels and the
 reference agree in every bit.
 
-MXFP8 values have magnitudes from 1/2 to 15/8 and 4 significant bits, and scales of 1/2 to 2. A sum is then a
-multiple of 2^-10 below 2^13.
+Scales of the MX formats are 1/2 to 2. MXFP8 values have magnitudes from 1/2 to 15/8 and 4 significant bits; a
+sum is then a multiple of 2^-10 below 2^13. Of MXFP4 it is a multiple of 1/16 below 2^16.
 
 The FP8 tensor cores of Hopper add with fewer bits. So FP8 tokens are zero but for four elements of a row, 1
 or -1; a sum is then a multiple of 1/32 below 16, which needs nine bits.
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from .. import activations, layout
-from .._formats import MXFP8
+from .._formats import MXFP4, MXFP8, BlockFormat
 from ..kernel_table import KernelInfo, kernel_by_name
 from ..ops import gemm as gemm_ops
 from ..ops import operators
@@ -110,7 +110,8 @@ def problems() -> list[Problem]:
     made += _with_terms("ragged m", operands, shape, gen)
     made += _prepacked("ragged m", operands, values, shape, gen)
     made += _with_terms("ragged k", *_ragged_k(gen), gen)
-    return [*made, *_fp8(gen), *_one_hot(gen), *_mxfp8(gen), _negative_scales(gen)]
+    made += _fp8(gen) + _one_hot(gen) + _mx(MXFP8, gen) + _mx(MXFP4, gen)
+    return [*made, _negative_scales(gen)]
 
 
 def _negative_scales(gen: torch.Generator) -> Problem:
@@ -147,23 +148,23 @@ def _fp8(gen: torch.Generator) -> list[Problem]:
     return made
 
 
-def _mxfp8(gen: torch.Generator) -> list[Problem]:
-    """The products of two MXFP8 operands, dense and with groups."""
+def _mx(form: BlockFormat, gen: torch.Generator) -> list[Problem]:
+    """The products of two operands of an MX format, dense and with groups."""
     made = []
     for m, n, k in DENSE:
-        (a, scale_a), (b, scale_b) = _mxfp8_matrix(m, k, gen), _mxfp8_matrix(n, k, gen)
+        (a, scale_a), (b, scale_b) = _mx_matrix(form, m, k, gen), _mx_matrix(form, n, k, gen)
         operands = GemmCall(a, b, layout.swizzle_scales(scale_a), layout.swizzle_scales(scale_b))
-        made += _with_terms(f"{m}x{n}x{k}, MXFP8", operands, (m, n), gen)
+        made += _with_terms(f"{m}x{n}x{k}, {form.title}", operands, (m, n), gen)
     n, k = RAGGED_M
     m = sum(SIZES) + LOOSE_ROWS
-    a, scale_a = _mxfp8_matrix(m, k, gen)
-    weights = [_mxfp8_matrix(n, k, gen) for _ in SIZES]
+    a, scale_a = _mx_matrix(form, m, k, gen)
+    weights = [_mx_matrix(form, n, k, gen) for _ in SIZES]
     values, scales = (torch.stack([w[i].view(torch.uint8) for w in weights]) for i in (0, 1))
     swizzled = torch.stack([layout.swizzle_scales(part) for part in scales]).view(scale_a.dtype)
     operands = GemmCall(a, values.view(a.dtype), _spread(scale_a, m), swizzled, _ends())
-    made += _with_terms("ragged m, MXFP8", operands, (m, n), gen)
+    made += _with_terms(f"ragged m, {form.title}", operands, (m, n), gen)
     m, n = RAGGED_K
-    step = MXFP8.group_columns
+    step = form.group_columns
     taken = torch.zeros(sum(-(-size // step) * step for size in SIZES) + step, dtype=torch.bool)
     begin = 0
     for size in SIZES:
@@ -171,21 +172,30 @@ def _mxfp8(gen: torch.Generator) -> list[Problem]:
         begin += -(-size // step) * step
     both = []
     for rows in (m, n):
-        data, block_scales = _mxfp8_matrix(rows, len(taken), gen)
-        data.view(torch.uint8)[:, ~taken] = 0
+        data, block_scales = _mx_matrix(form, rows, len(taken), gen)
+        elements = data.view(torch.uint8)
+        if form is MXFP4:
+            elements = torch.stack([elements & 15, elements >> 4], 2).flatten(1)
+        elements[:, ~taken] = 0
+        if form is MXFP4:
+            data = elements[:, ::2] | elements[:, 1::2] << 4
         both.append((data, layout.swizzle_scales(block_scales)))
     (a, scale_a), (b, scale_b) = both
     call = GemmCall(a, b, scale_a, scale_b, _ends())
-    return made + _with_terms("ragged k, MXFP8", call, (len(SIZES), m, n), gen)
+    return made + _with_terms(f"ragged k, {form.title}", call, (len(SIZES), m, n), gen)
 
 
-def _mxfp8_matrix(rows: int, k: int, gen: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Random MXFP8 values (rows, k) and row-major scales (rows, k/32)."""
-    sign_and_mantissa = torch.randint(0, 16, (rows, k), generator=gen)
-    exponent = torch.randint(6, 8, (rows, k), generator=gen)
-    values = (sign_and_mantissa & 8) << 4 | exponent << 3 | sign_and_mantissa & 7
-    scales = torch.randint(126, 129, (rows, k // MXFP8.block), generator=gen)
-    return values.to(torch.uint8).view(gemm_ops.FP8), scales.to(torch.uint8).view(torch.float8_e8m0fnu)
+def _mx_matrix(form: BlockFormat, rows: int, k: int, gen: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Random data (rows, k / per_entry) and row-major scales (rows, k/32) of an MX format."""
+    if form is MXFP4:
+        data = torch.randint(0, 256, (rows, k // 2), generator=gen).to(torch.uint8)
+    else:
+        sign_and_mantissa = torch.randint(0, 16, (rows, k), generator=gen)
+        exponent = torch.randint(6, 8, (rows, k), generator=gen)
+        values = (sign_and_mantissa & 8) << 4 | exponent << 3 | sign_and_mantissa & 7
+        data = values.to(torch.uint8).view(gemm_ops.FP8)
+    scales = torch.randint(126, 129, (rows, k // form.block), generator=gen)
+    return data, scales.to(torch.uint8).view(torch.float8_e8m0fnu)
 
 
 def _tokens(m: int, k: int, gen: torch.Generator) -> Tensor:

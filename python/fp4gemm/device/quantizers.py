@@ -105,6 +105,16 @@ def _mxfp8_groups(device: torch.device) -> Any:
     return values, scales, y, *operators.mxfp8_quantize(x, 0, torch.float8_e4m3fn, True, ends)
 
 
+def _mxfp4(device: torch.device) -> Any:
+    x, ends = _input(torch.bfloat16, device, 160), _ends(device)
+    made: list[Tensor] = []
+    for ceil, groups in ((False, None), (True, None), (True, ends)):
+        codes, scales = operators.mxfp4_quantize(x, -1, ceil, True, groups)
+        y = operators.mxfp4_dequantize(codes, scales, torch.float32, True, groups).nan_to_num()
+        made += [codes, scales, y]
+    return *made, *operators.mxfp4_quantize(x, 0, False, True, ends)
+
+
 _BF16 = torch.bfloat16
 _CALLS: dict[str, Call] = {
     "quantize, rows, bfloat16": _cast(_BF16, True),
@@ -140,4 +150,5 @@ _CALLS: dict[str, Call] = {
     "prepack, decode, dequantize": _packed,
     "mxfp8": _mxfp8,
     "mxfp8, groups": _mxfp8_groups,
+    "mxfp4": _mxfp4,
 }

@@ -1,4 +1,4 @@
-"""The operators that convert operands: dequantize, decode, prepack, unprepack and both of MXFP8.
+"""The operators that convert operands: dequantize, decode, prepack and unprepack.
 
 cpp/torch/decode_cpu.cpp decodes on the CPU, with the bits of the reference and the threads of torch
 (``torch.set_num_threads``).
@@ -12,25 +12,21 @@ import torch
 from torch import Tensor
 
 from .. import _checks, _native
-from ..layout import grouped_scale_rows, swizzle_scales, unswizzle_scales
-from ..reference import mxfp8, nvfp4, prepacking
+from ..layout import unswizzle_scales
+from ..reference import nvfp4, prepacking
 from ..reference.chunks import fp32, row_chunks
-from ..reference.grouped import Groups, spread
+from ..reference.grouped import Groups
 from ._call import Operator, accepts, on_cpu, succeeded
 
 __all__ = [
     "OPERATORS",
     "DequantizeCall",
-    "MXFP8DequantizeCall",
-    "MXFP8QuantizeCall",
     "PackedCall",
     "PrepackCall",
     "UnprepackCall",
     "decode",
     "decode_rows",
     "dequantize",
-    "mxfp8_dequantize",
-    "mxfp8_quantize",
     "prepack",
     "unprepack",
 ]
@@ -302,144 +298,9 @@ def unprepack_fake(call: UnprepackCall) -> tuple[Tensor, Tensor]:
     return packed.new_empty((*stack, n, k // 2), dtype=torch.uint8), scales
 
 
-# ---- MXFP8
-
-
-class MXFP8QuantizeCall(NamedTuple):
-    """``mxfp8_quantize``."""
-
-    x: Tensor
-    axis: int
-    dtype: torch.dtype
-    swizzled: bool
-    offs: Tensor | None = None
-
-
-@accepts(MXFP8QuantizeCall)
-def mxfp8_quantize(call: MXFP8QuantizeCall) -> tuple[Tensor, Tensor]:
-    """Return (values, scales) of x (m, k) or of its transpose.
-
-    :mod:`fp4gemm.reference.mxfp8` defines them.
-
-    Args:
-        x: (m, k) bfloat16, float16 or float32, unit stride along k, m >= 0, k a positive multiple of 32.
-        axis: -1 for blocks along k; 0 for blocks along m, which must be a positive multiple of 32 without
-            offs, with the result of x.T.
-        dtype: float8_e4m3fn or float8_e5m2.
-        swizzled: whether the scales are in the 128x4 layout; else they are (m, k/32). True with offs.
-        offs: int32 (g,), the cumulative ends of groups of rows, read on the host; None: no groups.
-
-    Returns:
-        values of dtype (m, k); scales float8_e8m0fnu (ceil128(m), ceil4(k/32)) with zero padding, or
-        (m, k/32). For axis 0, m and k are exchanged. With offs, the scales have grouped_scale_rows(m, g)
-        rows, and values of rows from offs[-1] on are 0; or for axis 0, the result has grouped_scale_rows(m,
-        g) columns, of which each group begins at the next multiple of 128, and those without rows are 0.
-    """
-    x, axis, dtype, swizzled, offs = call
-    _checks.quantize_input(x, "fp4gemm.quantize_mxfp8", step=_checks.MXFP8_BLOCK)
-    _checks.is_one_of("axis", axis, (-1, 0))
-    _checks.is_one_of("dtype", dtype, _checks.FP8_DTYPES)
-    _checks.is_one_of("swizzled", swizzled, (True, False))
-    groups = None
-    if offs is not None:
-        if not swizzled:
-            raise ValueError("swizzled: got False, must be True with offs")
-        groups = Groups(offs, x.shape[0], x.device)
-    if axis == 0:
-        if groups is not None:
-            x, groups = spread(x, groups.scale_shape(0)[0], groups.place), None
-        else:
-            _checks.is_multiple("x", "m", x.shape[0], _checks.MXFP8_BLOCK)
-        x = x.t()
-    values, scales = mxfp8.quantize(x, dtype)
-    if groups is not None:
-        values.view(torch.uint8)[groups.num_rows :] = 0
-        return values, groups.swizzle(scales)
-    if not scales.shape[1]:  # groups that have no row at all
-        return values, scales.new_empty(_checks.mxfp8_scale_shape(values.shape[0], 0, True))
-    return values, swizzle_scales(scales) if swizzled else scales
-
-
-@accepts(MXFP8QuantizeCall)
-def mxfp8_quantize_fake(call: MXFP8QuantizeCall) -> tuple[Tensor, Tensor]:
-    x = call.x
-    m, k = x.shape
-    rows = m if call.offs is None else grouped_scale_rows(m, call.offs.shape[0])
-    if call.axis == 0:
-        m = rows = k
-        k = x.shape[0] if call.offs is None else grouped_scale_rows(x.shape[0], call.offs.shape[0])
-    shape = _checks.mxfp8_scale_shape(rows, k, call.swizzled)
-    return x.new_empty((m, k), dtype=call.dtype), x.new_empty(shape, dtype=torch.float8_e8m0fnu)
-
-
-class MXFP8DequantizeCall(NamedTuple):
-    """``mxfp8_dequantize``."""
-
-    values: Tensor
-    scales: Tensor
-    dtype: torch.dtype
-    swizzled: bool
-    offs: Tensor | None = None
-
-
-@accepts(MXFP8DequantizeCall)
-def mxfp8_dequantize(call: MXFP8DequantizeCall) -> Tensor:
-    """Return cast(fl(v * 2^(code - 127))), (m, k) of dtype; a scale of code 255 gives NaN.
-
-    Args:
-        values: float8_e4m3fn or float8_e5m2 (m, k), contiguous, k a positive multiple of 32.
-        scales: float8_e8m0fnu or uint8, (ceil128(m), ceil4(k/32)) swizzled, or (m, k/32).
-        dtype: bfloat16, float16 or float32; values beyond the range of float16 become inf.
-        swizzled: whether the scales are swizzled.
-        offs: int32 (g,), the ends of groups of rows, whose scales have grouped_scale_rows(m, g) rows; the
-            rows from offs[-1] on become 0. None: no groups.
-    """
-    values, scales, dtype, swizzled, offs = call
-    _checks.has_dtype("values", _checks.is_tensor("values", values), _checks.FP8_DTYPES)
-    _checks.has_rank("values", values, 2, "(m, k)")
-    m, k = values.shape
-    _checks.is_multiple("values", "k", k, _checks.MXFP8_BLOCK)
-    _checks.is_contiguous("values", values)
-    _checks.is_aligned("values", values)
-    _checks.is_float_dtype("dtype", dtype)
-    _checks.is_one_of("swizzled", swizzled, (True, False))
-    _checks.has_dtype("scales", _checks.is_tensor("scales", scales), (torch.float8_e8m0fnu, torch.uint8))
-    columns = k // _checks.MXFP8_BLOCK
-    groups = None
-    if offs is not None:
-        if not swizzled:
-            raise ValueError("swizzled: got False, must be True with offs")
-        groups = Groups(offs, m, values.device)
-    rows = m if groups is None else groups.scale_shape(0)[0]
-    why = "swizzled" if swizzled else "compact"
-    _checks.has_shape(
-        "scales",
-        scales,
-        _checks.mxfp8_scale_shape(rows, k, swizzled),
-        f", the {why} shape for values of (m, k) = ({m}, {k})",
-    )
-    _checks.same_device("scales", scales, values.device, "values")
-    _checks.is_contiguous("scales", scales)
-    if groups is not None:
-        compact = groups.unswizzle(scales, columns)
-    else:
-        compact = unswizzle_scales(scales, m, columns) if swizzled else scales
-    result = mxfp8.dequantize(values, compact, dtype)
-    if groups is not None:
-        result[groups.num_rows :] = 0
-    return result
-
-
-@accepts(MXFP8DequantizeCall)
-def mxfp8_dequantize_fake(call: MXFP8DequantizeCall) -> Tensor:
-    return call.values.new_empty(call.values.shape, dtype=call.dtype)
-
-
 OPERATORS = {
     "dequantize": Operator(DequantizeCall, dequantize, dequantize_fake, dequantize_compiled),
     "decode": Operator(PackedCall, decode, decode_fake),
     "prepack": Operator(PrepackCall, prepack, prepack_fake),
     "unprepack": Operator(UnprepackCall, unprepack, unprepack_fake),
-    "mxfp8_quantize": Operator(MXFP8QuantizeCall, mxfp8_quantize, mxfp8_quantize_fake),
-    "mxfp8_dequantize": Operator(MXFP8DequantizeCall, mxfp8_dequantize, mxfp8_dequantize_fake),
 }

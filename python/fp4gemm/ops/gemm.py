@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .. import _checks, activations, layout, support
 from .._checks import FLOAT_DTYPES, describe, has_dtype, has_shape, is_contiguous, listing, same_device
-from .._formats import MXFP8, format_of, has_block_scales
+from .._formats import MXFP8, NVFP4, BlockFormat, format_of, has_block_scales
 from ..activations import Activation
 from ..reference.chunks import fp32, row_chunks
 from ..reference.epilogue import ALPHA, ALPHA_FP8, ALPHA_UNQUANTIZED, Epilogue, Terms
@@ -114,7 +114,7 @@ def operand(name: str, x: object, scale: object) -> tuple[Tensor, Tensor | None]
             f"along the last dimension, ({rows}, k) or codes ({rows}, k/2): pass {name} without .T"
         )
     if _has_scales(data, scale):
-        return _checks.packed_operand(name, data, f"scale_{name}", scale, format_of(data))
+        return _checks.packed_operand(name, data, f"scale_{name}", scale, format_of(data, scale))
     return _values_operand(name, data, scale), None
 
 
@@ -141,16 +141,6 @@ def is_plain(a: object) -> TypeGuard[Tensor]:
     return isinstance(a, Tensor) and a.dtype in PLAIN
 
 
-def same_format(a: Tensor, b: Tensor, names: tuple[str, str] = ("a", "b")) -> None:
-    """Raise TypeError unless a and b, of which one is MXFP8, both have its dtype."""
-    if a.dtype is not b.dtype:
-        wrong, right = (1, 0) if a.dtype is FP8 else (0, 1)
-        raise TypeError(
-            f"{names[wrong]}: dtype is {(a, b)[wrong].dtype}, must be {FP8} with float8_e8m0fnu scales "
-            f"(MXFP8) as {names[right]}"
-        )
-
-
 def beside(a: Tensor, b: Tensor, names: tuple[str, str] = ("a", "b")) -> None:
     """Raise TypeError if a is bfloat16 or FP8 and b is decoded: no kernel multiplies it by float16."""
     if a.dtype in (torch.bfloat16, FP8) and b.dtype is torch.float16:
@@ -174,23 +164,24 @@ def k_of(x: Tensor) -> int:
 
 
 _FORMATS = {torch.bfloat16: "bf16", torch.float16: "fp16", FP8: "e4m3"}
+_MX = ("mxfp8", "mxfp4")
 
 
 def formats(a: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, b_rows: int) -> tuple[str, str]:
     """Return the formats (kernel_table.FORMATS) of checked operands a and b."""
-    format_a = format_of(a).name if scale_a is not None else _FORMATS[a.dtype]
+    format_a = _FORMATS[a.dtype] if scale_a is None else format_of(a, scale_a).name
     if b_rows:
         return format_a, "prepacked_fp8" if a.dtype is FP8 else "prepacked"
-    return format_a, "fp16" if scale_b is None else "mxfp8" if format_a == "mxfp8" else "nvfp4"
+    if scale_b is None:
+        return format_a, "fp16"
+    return format_a, format_a if format_a in _MX else "nvfp4"
 
 
 def prepacked(call: GemmCall, k: int) -> None:
     """Raise unless b has the bytes of prepacked (b_rows, k) weights: (bytes,), or (g, bytes) with offs."""
     b, n, fp8 = call.b, call.b_rows, is_tokens(call)
-    if call.scale_a is not None and call.a.dtype is FP8:
-        raise TypeError(
-            "b_rows: b is prepacked, must be MXFP8 as a: float8_e4m3fn with float8_e8m0fnu scales"
-        )
+    if (mx := _mx_format(call.a, call.scale_a)) is not None:
+        raise TypeError(f"b_rows: b is prepacked, must be {mx.title} as a: {mx.data_is}")
     if call.scale_b is not None:
         raise ValueError(f"scale_b: got {describe(call.scale_b)}, must be None because b is prepacked")
     _checks.prepacked_order("b", b, fp8)
@@ -231,17 +222,30 @@ def checked_operands(call: GemmCall) -> GemmCall:
     return call._replace(a=a, b=b, scale_a=scale_a, scale_b=scale_b, offs=offs)
 
 
+def _mx_format(data: Tensor, scale: object) -> BlockFormat | None:
+    """The format of an operand if that is an MX format."""
+    if scale is None:
+        return None
+    form = format_of(data, scale)
+    return form if form.is_mx else None
+
+
 def _match(a: Tensor, scale_a: Tensor | None, b: Tensor, scale_b: Tensor | None) -> None:
     """Raise TypeError unless a kernel multiplies the formats of a and b."""
-    if (scale_a is not None and a.dtype is FP8) or (scale_b is not None and b.dtype is FP8):
-        if scale_a is None or scale_b is None:
-            which = "a" if scale_a is None else "b"
-            raise TypeError(
-                f"scale_{which}: got None, must be float8_e8m0fnu scales: both operands must be MXFP8"
-            )
-        same_format(a, b)
-    else:
+    left, right = _mx_format(a, scale_a), _mx_format(b, scale_b)
+    if left is None and right is None:
         beside(a, b)
+    elif left is not right and (form := left or right) is not None:
+        wrong, other = ("a", "b") if left is None else ("b", "a")
+        data, scale = (b, scale_b) if wrong == "b" else (a, scale_a)
+        if scale is None:
+            raise TypeError(
+                f"scale_{wrong}: got None, must be float8_e8m0fnu scales: both operands must be {form.title}"
+            )
+        raise TypeError(
+            f"{wrong}: dtype is {data.dtype} ({format_of(data, scale).title}), must be {form.data_is} "
+            f"({form.title}) as {other}"
+        )
 
 
 def checked_shape(call: GemmCall, out_dtype: torch.dtype) -> tuple[int, ...]:
@@ -441,7 +445,7 @@ def _rows_operand(a: Tensor, scale: object, num_groups: int) -> tuple[Tensor, Te
     has_dtype("a", a, (*_checks.CODE_DTYPES, *_VALUES))
     if not _has_scales(a, scale):
         return _values_operand("a", a, scale), None
-    form = format_of(a)
+    form = format_of(a, scale)
     packed = _checks.codes("a", a, form)
     m, k = packed.shape[0], k_of(packed)
     rows = layout.grouped_scale_rows(m, num_groups)
@@ -457,7 +461,7 @@ def _batched_operand(b: Tensor, scale: object, num_groups: int) -> tuple[Tensor,
         )
     _, n, _ = b.shape
     k = k_of(b)
-    form = format_of(b)
+    form = format_of(b, scale)
     _checks.is_multiple("b", "k", k, form.block)
     is_contiguous("b", b)
     _checks.is_aligned("b", b)
@@ -476,7 +480,7 @@ def _columns_operand(name: str, x: Tensor, scale: object) -> tuple[Tensor, Tenso
         _checks.ragged_columns(name, x, 1)
         _scale_is_none(name, x, scale)
         return x, None
-    form = format_of(x)
+    form = format_of(x, scale)
     _checks.ragged_columns(name, x, form.per_entry, form.group_columns)
     scales = _checks.scales(f"scale_{name}", scale, x.shape[0], k_of(x), x.device, name, form=form)
     return _checks.as_codes(x), scales
@@ -539,7 +543,8 @@ def gemm(call: GemmCall) -> Tensor:
         a: codes uint8 (m, k/2) with scale_a; or MXFP8 values float8_e4m3fn (m, k) with scale_a; or float16,
             bfloat16 or, FP8 tokens, float8_e4m3fn (m, k) with scale_a None. k of FP8 tokens is a multiple
             of 64. If a is MXFP8, so is b; its scales are float8_e8m0fnu with k/32 in place of k/16, and the
-            groups of ragged k start at multiples of 128.
+            groups of ragged k start at multiples of 128. The same holds of MXFP4, whose codes are told from
+            those of NVFP4 by the dtype of their scales.
         b: codes uint8 (n, k/2), or (g, n, k/2) for ragged m, with scale_b; or float16 (n, k) or (g, n, k)
             with scale_b None; or the bytes of prepacked weights, (bytes,) or (g, bytes), with scale_b None
             and b_rows = n: int8 for FP8 tokens, uint8 for all others. Not float16 with FP8 tokens.
@@ -691,7 +696,7 @@ def multiply_compiled(out: Tensor, a: Operand, b: Operand, terms: Terms) -> None
     """:func:`fp4gemm.reference.gemm.multiply`, the same sums of the same products in float64."""
     m, n = a[0].shape[0], b[0].shape[0]
     k = k_of(a[0])
-    if a[1] is not None and format_of(a[0]) is MXFP8:
+    if a[1] is not None and format_of(*a) is not NVFP4:
         multiply(out, a, b, terms)
         return
     step = max(1, _DECODED_ELEMS // k)

@@ -12,10 +12,10 @@ from torch import Tensor
 from .. import _checks, _formats, activations, support
 from . import gemm as gemm_ops
 from ._call import Operator, accepts
-from .convert import mxfp8_quantize
 from .fp8 import quantize_fp8
 from .gemm import GemmCall, gemm, gemm_compiled
 from .inputs import FP8_ROW, MXFP8, NOT_QUANTIZED, checked_input
+from .mx import mxfp8_quantize
 from .parts import OperandParts, checked_weight
 from .quantize import quantize, quantize_compiled
 

@@ -17,7 +17,7 @@ import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from .. import _native, reference
-from . import convert, epilogue, fp8, moe, producers, ranks, train
+from . import convert, epilogue, fp8, moe, mx, producers, ranks, train
 from . import gemm as gemm_ops
 from . import linear as linear_ops
 from . import quantize as quantize_ops
@@ -25,7 +25,19 @@ from ._call import Operator
 
 OPERATORS: dict[str, Operator] = {
     name: operator
-    for family in (gemm_ops, epilogue, linear_ops, quantize_ops, fp8, producers, convert, moe, ranks, train)
+    for family in (
+        gemm_ops,
+        epilogue,
+        linear_ops,
+        quantize_ops,
+        fp8,
+        producers,
+        convert,
+        mx,
+        moe,
+        ranks,
+        train,
+    )
     for name, operator in family.OPERATORS.items()
 }
 
@@ -96,6 +108,8 @@ gemm_epilogue_out = torch.ops.fp4gemm.gemm_epilogue_out.default
 gemm_out = torch.ops.fp4gemm.gemm_out.default
 linear = torch.ops.fp4gemm.linear.default
 make_records = torch.ops.fp4gemm.make_records.default
+mxfp4_dequantize = torch.ops.fp4gemm.mxfp4_dequantize.default
+mxfp4_quantize = torch.ops.fp4gemm.mxfp4_quantize.default
 mxfp8_dequantize = torch.ops.fp4gemm.mxfp8_dequantize.default
 mxfp8_quantize = torch.ops.fp4gemm.mxfp8_quantize.default
 prepack = torch.ops.fp4gemm.prepack.default

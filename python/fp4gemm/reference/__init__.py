@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 from .formats import decode_e2m1, encode_e2m1, encode_e4m3, encode_e8m0
 
 if TYPE_CHECKING:
-    from ..ops.convert import decode, dequantize, mxfp8_dequantize, mxfp8_quantize, prepack, unprepack
+    from ..ops.convert import decode, dequantize, prepack, unprepack
     from ..ops.epilogue import gemm_epilogue, gemm_epilogue_out
     from ..ops.fp8 import quantize_fp8
     from ..ops.gemm import activate, gemm, gemm_out
     from ..ops.linear import linear
     from ..ops.moe import combine, experts, route, zero_outside_groups
+    from ..ops.mx import mxfp4_dequantize, mxfp4_quantize, mxfp8_dequantize, mxfp8_quantize
     from ..ops.producers import (
         rms_norm,
         rms_norm_quantize,
@@ -69,6 +70,8 @@ __all__ = [
     "gemm_out",
     "linear",
     "make_records",
+    "mxfp4_dequantize",
+    "mxfp4_quantize",
     "mxfp8_dequantize",
     "mxfp8_quantize",
     "prepack",

@@ -9,8 +9,9 @@ NVFP4 weight are rounded to e4m3, as the tensor cores need them: 8 * e4m3(q * s 
 2688. A GPU then sums in the order and the precision of its hardware, of which use_fast_accum chooses one of
 two: its product is within a bound of the one here, not equal to it.
 
-Of MXFP8 operands the factors are v * 2^(code - 127), e4m3 values times their scales, which float64 holds.
-Their products have 8 significant bits, and the float64 sum is exact while they lie within 45 powers of two.
+Of MXFP8 and MXFP4 operands the factors are v * 2^(code - 127), elements times their scales, which float64
+holds. Their products have 8 or 4 significant bits, and the float64 sum is exact while they lie within 45 or
+49 powers of two.
 """
 
 from __future__ import annotations
@@ -20,19 +21,20 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .._formats import MXFP8, format_of
+from .._formats import format_of
 from ..layout import GROUP_COLUMNS, unswizzle_scales
-from . import grouped, mxfp8
+from . import grouped, mxfp4, mxfp8, nvfp4
 from .chunks import row_chunks
 from .epilogue import Terms
 from .fp8 import transposed
-from .nvfp4 import decode, folded
+from .nvfp4 import folded
 
 __all__ = ["Operand", "Product", "is_fp8", "multiply", "ragged_k", "ragged_m"]
 
-# Codes of NVFP4 or values of MXFP8 and their swizzled scales, or values and None. Values in e4m3 without
-# scales are FP8 tokens, in the order of the kernels.
+# The data of a format and their swizzled scales, or values and None. Values in e4m3 without scales are FP8
+# tokens, in the order of the kernels.
 Operand = tuple[Tensor, Tensor | None]
+_DECODE = {"nvfp4": nvfp4.decode, "mxfp8": mxfp8.decode, "mxfp4": mxfp4.decode}  # by name of the format
 # Writes the product of two operands to the first argument, finished by the epilogue.
 Product = Callable[[Tensor, Operand, Operand, Terms], None]
 
@@ -57,9 +59,9 @@ def _values(data: Tensor, scales: Tensor | None, fp8: bool = False) -> Tensor:
     """Return the values (rows, k) of an operand; fp8: of a weight beside FP8 tokens."""
     if scales is None:
         return data
-    form = format_of(data)
+    form = format_of(data, scales)
     compact = unswizzle_scales(scales, data.shape[0], form.k_of(data) // form.block)
-    values = mxfp8.decode(data, compact) if form is MXFP8 else decode(data, compact)
+    values = _DECODE[form.name](data, compact)
     return folded(values) if fp8 else values
 
 
@@ -83,7 +85,7 @@ def ragged_k(
     a, scale_a = left
     k, step = a.shape[-1], GROUP_COLUMNS
     if scale_a is not None:
-        form = format_of(a)
+        form = format_of(a, scale_a)
         k, step = form.k_of(a), form.group_columns
     for g, (begin, end) in enumerate(grouped.of_columns(offs, k, step)):
         own = terms.matrix(g)
@@ -97,7 +99,7 @@ def _columns(data: Tensor, scales: Tensor | None, begin: int, end: int) -> Opera
     """Return columns begin .. end-1 of an operand (rows, k); groups may begin at them."""
     if scales is None:
         return data[:, begin:end], None
-    form = format_of(data)
+    form = format_of(data, scales)
     part = data[:, begin // form.per_entry : end // form.per_entry].contiguous()
     step = form.group_columns
     return part, grouped.scales_of_columns(scales, begin // step, end // step)

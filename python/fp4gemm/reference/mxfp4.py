@@ -19,11 +19,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .._checks import MXFP8_BLOCK as BLOCK
+from .._formats import MX_BLOCK as BLOCK
 from .chunks import fp32, row_chunks
-from .formats import decode_e8m0, encode_e2m1, encode_e8m0, pack
+from .formats import decode_e2m1, decode_e8m0, encode_e2m1, encode_e8m0, pack
 
-__all__ = ["SCALES", "ScaleMode", "quantize"]
+__all__ = ["SCALES", "ScaleMode", "decode", "dequantize", "quantize"]
 
 ScaleMode = Literal["floor", "ceil"]
 SCALES: tuple[ScaleMode, ...] = ("floor", "ceil")
@@ -32,13 +32,13 @@ NAN = 255
 
 
 def quantize(x: Tensor, scale: ScaleMode) -> tuple[Tensor, Tensor]:
-    """Return codes, uint8 (m, k/2), and scales, the e8m0 bytes in uint8 (m, k/32), of x (m, k)."""
+    """Return codes, uint8 (m, k/2), and scales (m, k/32), which are not swizzled, of x (m, k)."""
     m, k = x.shape
     reciprocal = torch.div(fp32(1.0, x.device), fp32(6.0, x.device))
     codes = torch.empty((m, k // 2), dtype=torch.uint8, device=x.device)
     scales = torch.empty((m, k // BLOCK), dtype=torch.uint8, device=x.device)
     for i, j in row_chunks(m, k):
-        blocks = x[i:j].to(torch.float32).contiguous().view(j - i, -1, BLOCK)
+        blocks = x[i:j].to(torch.float32).contiguous().view(j - i, k // BLOCK, BLOCK)
         is_finite = blocks.isfinite().all(2)
         blocks = torch.where(is_finite.unsqueeze(2), blocks, 0.0)
         amax = blocks.abs().amax(2)
@@ -51,4 +51,21 @@ def quantize(x: Tensor, scale: ScaleMode) -> tuple[Tensor, Tensor]:
         scaled = blocks * decode_e8m0(254 - made).unsqueeze(2)
         codes[i:j] = pack(encode_e2m1(scaled.view(j - i, k)))
         scales[i:j] = made.masked_fill(~is_finite, NAN)
-    return codes, scales
+    return codes, scales.view(torch.float8_e8m0fnu)
+
+
+def decode(codes: Tensor, compact: Tensor) -> Tensor:
+    """Return q * 2^(code - 127), exact in float64, (m, k), of scales (m, k/32), which are not swizzled."""
+    m, k = codes.shape[0], 2 * codes.shape[1]
+    blocks = decode_e2m1(codes).to(torch.float64).view(m, k // BLOCK, BLOCK)
+    return (blocks * decode_e8m0(compact).to(torch.float64).unsqueeze(2)).view(m, k)
+
+
+def dequantize(codes: Tensor, compact: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return cast(fl(q * 2^(code - 127))), (m, k) of dtype, of scales (m, k/32), which are not swizzled."""
+    m, k = codes.shape[0], 2 * codes.shape[1]
+    out = torch.empty((m, k), dtype=dtype, device=codes.device)
+    for i, j in row_chunks(m, k):
+        blocks = decode_e2m1(codes[i:j]).to(torch.float32).view(j - i, k // BLOCK, BLOCK)
+        out[i:j] = (blocks * decode_e8m0(compact[i:j]).unsqueeze(2)).view(j - i, k)
+    return out

@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._checks import MXFP8_BLOCK as BLOCK
+from .._formats import MX_BLOCK as BLOCK
 from .chunks import fp32, row_chunks
 from .formats import decode_e8m0, encode_e8m0
 

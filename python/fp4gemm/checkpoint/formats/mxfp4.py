@@ -98,7 +98,7 @@ def _stored(name: str, shape: tuple[int, ...]) -> tuple[Stored, ...]:
 
 def _pack(weight: Tensor, scale: str) -> tuple[Tensor, ...]:
     """Codes and scales of a stack (g, k, n), made expert by expert so that one transposed copy is held."""
-    made = [quantize_mxfp4(matrix.mT, scale=cast(ScaleMode, scale)) for matrix in weight]
+    made = [quantize_mxfp4(matrix.mT, scale=cast(ScaleMode, scale)).to_weight() for matrix in weight]
     return torch.stack([codes for codes, _ in made]), torch.stack([scales for _, scales in made])
 
 

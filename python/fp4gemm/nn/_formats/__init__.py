@@ -39,4 +39,7 @@ def format_of(weight: object, name: str = "weight") -> WeightFormat:
 
 def format_of_parts(w: OperandParts) -> WeightFormat:
     """The format of the parts of a weight; prepacked bytes are NVFP4."""
-    return FORMATS["nvfp4" if w.rows else _formats.format_of(w.data).name]
+    name = "nvfp4" if w.rows else _formats.format_of(w.data, w.scales).name
+    if name == "mxfp4":
+        raise TypeError("weight: is MXFP4, must be NVFP4 or MXFP8 (NVFP4Tensor.from_mxfp4 makes it NVFP4)")
+    return FORMATS[name]
