@@ -16,7 +16,18 @@ from helpers import FLOATS, assert_bits, assert_parts, make, short
 from modes import EDEN, Mode, by_name, expected, parts, quantize
 from torch import Tensor
 
-SHAPES = [(1, 16), (7, 48), (33, 80), (129, 144), (16, 16), (48, 80), (144, 272), (128, 512), (160, 2080), (2, 8208)]
+SHAPES = [
+    (1, 16),
+    (7, 48),
+    (33, 80),
+    (129, 144),
+    (16, 16),
+    (48, 80),
+    (144, 272),
+    (128, 512),
+    (160, 2080),
+    (2, 8208),
+]
 OPTIONS: dict[str, Any] = {"encode": "eden", "hadamard": "fp32", "stochastic": True}
 MODE = pytest.mark.parametrize("mode", EDEN, ids=by_name)
 
