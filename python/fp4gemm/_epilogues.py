@@ -58,7 +58,8 @@ def run(function: str, x: Operands, dtype: torch.dtype, terms: Terms) -> Tensor:
     if outputs:
         named = zip(program.vectors, epilogue.inputs, tensors, strict=True)
         matrices = [(name, y) for kind, name, y in named if kind == "matrices"]
-        epilogue_ops.check_outputs(list(outputs.items()), shape, c, matrices, device, function)
+        has_aux = bool(epilogue.aux)
+        epilogue_ops.check_outputs(list(outputs.items()), shape, c, matrices, device, function, has_aux)
     call = EpilogueCall(
         *(x.a, x.b, epilogue.text, inputs, bound.scalars, [DTYPES.index(dtype) for dtype in dtypes[1:]]),
         *(*x.leading()[2:], bias, c, terms.batch_invariant, terms.use_fast_accum, x.b_rows, kernel, dtype),

@@ -8,8 +8,8 @@ from typing import Any
 import fp4gemm
 import pytest
 import torch
+from fp4gemm import _epilogues, reference
 from fp4gemm import epilogues as ep
-from fp4gemm import reference
 from fp4gemm.activations import ACTIVATIONS
 from helpers import assert_bits
 from op_checks import BACKENDS, assert_fake_is_real, compiled, opcheck, ready
@@ -462,6 +462,17 @@ def test_outputs_that_are_refused(gen: torch.Generator) -> None:
     refused(gen, r"aux_out\['acc'\]: overlaps z", epilogue=with_c(c=x, z=z, aux_out={"acc": z}))
     # Two column ranges of one buffer do not overlap.
     fp4gemm.mm(*operands(gen), epilogue=with_c(c=x, z=z, aux_out={"acc": buffer[:, N:]}), out=y)
+
+
+def test_c_is_not_out_beside_a_new_auxiliary_output(
+    gen: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The function refuses it itself: the kernels of a GPU do not compare addresses."""
+    monkeypatch.setattr(_epilogues, "_written", lambda *args: pytest.fail("was called"))
+    y, z = torch.zeros(M, N).bfloat16(), torch.zeros(M, N)
+    refused(gen, r"out: overlaps c, must be apart", epilogue=with_c(c=y, z=z), out=y)
+    both = with_c(c=y, z=z, aux_dtypes={"acc": torch.float32})
+    refused(gen, r"out: overlaps c, must be apart", epilogue=both, out=y)
 
 
 def test_aux_out_names_outputs() -> None:

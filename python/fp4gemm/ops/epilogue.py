@@ -199,6 +199,7 @@ def check_outputs(
     matrices: Sequence[tuple[str, Tensor]],
     device: torch.device,
     function: str,
+    has_aux: bool,
 ) -> None:
     """Check tensors that are to be written: D, which is called "out", and auxiliary outputs.
 
@@ -208,12 +209,13 @@ def check_outputs(
     Args:
         outputs: the names and the tensors, D and then the auxiliary ones, all or some of them.
         shape: theirs. c, matrices: what the product reads, after their checks.
+        has_aux: whether the product has auxiliary outputs, also if none of them is in ``outputs``.
     """
     for i, (name, x) in enumerate(outputs):
         gemm_ops.check_out(x, shape, None, device, function, name)
         others = [*outputs[:i], *matrices]
         if c is not None:
-            if name == "out" and len(outputs) == 1:
+            if name == "out" and not has_aux:
                 _checks.no_overlap(c, x)
             else:
                 others.append(("c", c))
@@ -256,7 +258,7 @@ def _check_named(
     named = [("out", outputs[0]), *((f"aux[{i}]", x) for i, x in enumerate(outputs[1:]))]
     names = zip(program.vectors, _names(call), inputs, strict=True)
     matrices = [(name, x) for kind, name, x in names if kind == "matrices"]
-    check_outputs(named, shape, call.c, matrices, call.a.device, function)
+    check_outputs(named, shape, call.c, matrices, call.a.device, function, len(outputs) > 1)
 
 
 # ---- the reference
