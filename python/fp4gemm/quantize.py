@@ -92,7 +92,7 @@ def quantize(
             codes for about 1e-4 of the elements. "eden", for gradients, with hadamard "fp32" and stochastic:
             the rotation has random signs, codes are rounded to nearest, and each block scale is multiplied
             by the ratio that gives the block the right projection on x and rounded stochastically
-            (docs/quantization.md). Operands of a product need the seed of one rng_state.
+            (docs/quantization.md). It needs rng_state: operands of a product have the same seed.
         four_over_six: "mae" or "mse": each block is also tried with its maximum at 4, and kept so where the
             sum of the absolute ("mae") or squared ("mse") errors is smaller. TransformerEngine's 4over6.
         four_over_six_error: "exact": the error in units of x; "fast": in the scaled domain. Omitted without
@@ -144,8 +144,8 @@ def quantize(
     Raises:
         TypeError: an argument has another Python type or dtype.
         ValueError: an argument has another rank, size, device or value; e4m3_max=256 without four_over_six
-            and scale_search; encode "eden" without hadamard "fp32" or stochastic, or with e4m3_max=448;
-            four_over_six_error without four_over_six; importance or fp8_operand without
+            and scale_search; encode "eden" without hadamard "fp32", stochastic or rng_state, or with
+            e4m3_max=448; four_over_six_error without four_over_six; importance or fp8_operand without
             scale_search; hadamard_signs without hadamard; generator or rng_state without stochastic, or both
             of them.
         NotImplementedError: scale_search or rows with an option that it excludes; block (16, 16) with scaling

@@ -138,6 +138,15 @@ for kind, changed in (
         f"got 'eden' with {kind}; 'eden' needs hadamard 'fp32', stochastic True, e4m3_max 256",
         "encode",
     )
+for kind, more in (("none", {}), ("generator", {"generator": torch.Generator()})):
+    add_together(
+        "quantize",
+        f"eden-rng_state-{kind}",
+        lambda more=more: {**EDEN, **more},
+        VALUE,
+        "got None, must be a tensor {seed, offset} with encode 'eden'",
+        "rng_state",
+    )
 add_together(
     "quantize_both",
     "eden",

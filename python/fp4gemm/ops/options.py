@@ -412,11 +412,17 @@ def random_state(options: Mapping[str, Any], x: Tensor) -> Tensor | None:
     """Return int64 (2,), {seed, offset}, on the device of x, or None without stochastic rounding.
 
     It is options["rng_state"] if given, else it is drawn on that device with options["generator"], or with
-    the default generator if that is None.
+    the default generator if that is None. The encode "eden" needs it given: nothing but its seed says which
+    signs a result has, and a product with an operand of another seed would be wrong.
     """
     generator, rng_state = options["generator"], options["rng_state"]
     if not options["stochastic"]:
         return None
+    if rng_state is None and options["encode"] == "eden":
+        raise ValueError(
+            "rng_state: got None, must be a tensor {seed, offset} with encode 'eden': operands of a product "
+            "need the same seed"
+        )
     if rng_state is not None:
         if generator is not None:
             raise ValueError(f"generator: got {_checks.describe(generator)}, must be None with rng_state")
