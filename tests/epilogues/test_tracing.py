@@ -207,6 +207,12 @@ def test_binding() -> None:
         examples.dropout(mask=torch.ones(1), keeep=0.5)
     with pytest.raises(TypeError, match=r"limit: got a torch.float32 tensor.*must be a Python number"):
         f(limit=torch.ones(1))
+    for large in (1e39, 10**400, float("nan")):
+        with pytest.raises(ValueError, match=r"limit: got .*, must be finite in float32"):
+            f(limit=large)
+    for name in ("aux_dtypes", "aux_out"):
+        with pytest.raises(TypeError, match=rf"{name}: got \[1\] \(list\), must be a dict or None"):
+            examples.squared_relu(**{name: [1]})
     with pytest.raises(TypeError, match=r"gate: is not given, must be a torch\.Tensor for row_gate"):
         examples.row_gate()
     with pytest.raises(TypeError, match="keep: is not given, must be a Python number for dropout"):

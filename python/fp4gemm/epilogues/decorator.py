@@ -215,6 +215,9 @@ class Epilogue:
                 scalars.append(self._number(p.name, self._given(p, values)))
         if not aux_dtypes and not aux_out:
             return BoundEpilogue(self, tensors, scalars, {}, {})
+        for what, given in ((_DTYPES, aux_dtypes), (_OUT, aux_out)):
+            if given is not None and not isinstance(given, Mapping):
+                raise TypeError(f"{what}: got {_checks.describe(given)}, must be a dict or None")
         dtypes, outputs = dict(aux_dtypes or {}), dict(aux_out or {})
         for what, names in ((_DTYPES, dtypes), (_OUT, outputs)):
             for name in names:
@@ -245,10 +248,9 @@ class Epilogue:
                 f"{name}: got {_checks.describe(value)}, must be a Python number; a tensor needs a parameter "
                 "that is annotated as fp4gemm.epilogues.Row, Column, Group or Matrix"
             )
-        number = float(value)
-        if not -_checks.FLOAT32_MAX <= number <= _checks.FLOAT32_MAX:
+        if not -_checks.FLOAT32_MAX <= value <= _checks.FLOAT32_MAX:  # float() of a larger int may raise
             raise ValueError(f"{name}: got {value}, must be finite in float32")
-        return number
+        return float(value)
 
     def __reduce__(self) -> str:
         return self.__qualname__  # pickled by its name, as a function is
