@@ -207,6 +207,22 @@ def test_threads_prepack_once(streams: None, monkeypatch: pytest.MonkeyPatch) ->
     assert all(same_bits(y, want) for y in found)
 
 
+def test_the_device_is_known_while_another_thread_exchanges_the_buffers() -> None:
+    """Each read of the buffers may find the other form of the weight."""
+
+    class Exchanged:
+        def __init__(self, *forms: str) -> None:
+            self.forms = iter(forms)
+
+        @property
+        def _buffers(self) -> dict[str, Tensor]:
+            return {next(self.forms): torch.empty(1)}
+
+    forms = _weight.CODES, _weight.PREPACKED
+    for first, then in (forms, forms[::-1]):
+        assert nn.Linear._device.fget(Exchanged(first, then)) == torch.device("cpu")
+
+
 @pytest.mark.gpu
 def test_threads_on_streams_of_their_own(cuda: torch.device) -> None:
     """Every first forward gives the right bits while other threads allocate memory full of 0xFF."""

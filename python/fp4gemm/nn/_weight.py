@@ -115,8 +115,8 @@ class WeightModule(torch.nn.Module):
     @property
     def _device(self) -> torch.device:
         """Where the weight is."""
-        held = self._buffers.get(CODES)
-        place: Tensor = self._buffers[PREPACKED] if held is None else held  # type: ignore[assignment]
+        held = self._buffers  # once, since another thread may replace it
+        place: Tensor = held[CODES if CODES in held else PREPACKED]  # type: ignore[assignment]
         return place.device
 
     # ---- the buffers
