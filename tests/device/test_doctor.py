@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import getpass
+import io
 import json
 import platform
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 import fp4gemm
 import pytest
 import torch
-from fp4gemm.commands import main
+from fp4gemm.commands import _arguments, main
 from fp4gemm.commands.doctor import text
 from fp4gemm.device import doctor, isolated, speed
 from fp4gemm.device.isolated import Outcome
@@ -198,6 +199,21 @@ def test_the_file_of_the_command(
     for private in (str(tmp_path), str(Path.home()) + "/", "hidden"):
         assert private not in written
     assert str(out) in capsys.readouterr().out
+
+
+def test_a_current_folder_that_cannot_be_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The default file is refused before the examination; another file, and the children, do not need it."""
+    monkeypatch.setattr(_arguments.os, "access", lambda path, mode: Path(path).is_absolute())
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("[]"))
+    assert main(["doctor", "--device", "cpu", "--worker"]) == 0
+    assert main(["doctor", "--device", "cpu", "--out", str(tmp_path / "found.json")]) == 0
+    with pytest.raises(SystemExit, match="2"):
+        main(["doctor", "--device", "cpu"])
+    wanted = "--out (default): got 'fp4gemm-doctor.json', must be a file that can be written"
+    assert wanted in capsys.readouterr().err
 
 
 def test_a_device_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:

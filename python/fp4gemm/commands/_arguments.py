@@ -15,3 +15,15 @@ def output_file(text: str) -> Path:
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise argparse.ArgumentTypeError(f"got {text!r}, must be a file that can be written")
     return path
+
+
+def default_output(option: str, name: str) -> Path:
+    """The file in the current folder that a command writes without the option, refused in the same way.
+
+    Raises:
+        ValueError: the file cannot be written.
+    """
+    try:
+        return output_file(name)
+    except argparse.ArgumentTypeError as error:
+        raise ValueError(f"{option} (default): {error}") from error

@@ -9,8 +9,9 @@ import sys
 from ..device import doctor
 from ..device.isolated import Outcome
 from ..device.selftest import tested_device
-from ._arguments import output_file
+from ._arguments import default_output, output_file
 
+OUT = "fp4gemm-doctor.json"
 SUMMARY = "examine driver, kernels and speed of a device, and write one file that can be sent"
 
 
@@ -18,9 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device", help='for example "cuda:1" (default: the current CUDA device, else the CPU)'
     )
-    parser.add_argument(
-        "--out", type=output_file, default="fp4gemm-doctor.json", help="the file (%(default)s)"
-    )
+    parser.add_argument("--out", type=output_file, help=f"the file ({OUT})")
     parser.add_argument("--no-speed", action="store_true", help="test kernels, and measure no times")
     # How the command starts its own children.
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
@@ -31,11 +30,12 @@ def run(options: argparse.Namespace) -> int:
     if options.worker:
         doctor.worker(device, json.load(sys.stdin))
         return 0
+    out = options.out or default_output("--out", OUT)
     found = doctor.examine(device, measure=not options.no_speed, progress=_progress)
     data = found.as_json()
-    options.out.write_text(json.dumps(data, indent=1) + "\n")
+    out.write_text(json.dumps(data, indent=1) + "\n")
     print("\n".join(text(found)))
-    print(f"the file to send: {options.out}")
+    print(f"the file to send: {out}")
     return 0 if found.passed else 1
 
 

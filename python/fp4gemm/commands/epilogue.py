@@ -11,7 +11,7 @@ from pathlib import Path
 from .. import _epilogue_build
 from .._epilogue_library import ARCHS
 from ..epilogues import Epilogue
-from ._arguments import output_file
+from ._arguments import default_output, output_file
 
 SUMMARY = "build a library of kernels with an epilogue in Python, for Blackwell, by nvcc and CUTLASS"
 
@@ -43,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
     if options.jobs < 1:
         raise ValueError(f"--jobs: got {options.jobs}, must be 1 or more")
     epilogue = find_epilogue(options.epilogue)
-    out = options.out or Path(f"{epilogue.name}_{options.arch}.so")
+    out = options.out or default_output("--out", f"{epilogue.name}_{options.arch}.so")
     begin = time.perf_counter()
     try:
         _epilogue_build.build(
