@@ -313,6 +313,8 @@ def check_namespaces() -> None:
 
 def root(wheel: Path, program: str) -> None:
     """Install a wheel with what it declares, and run README.md and the commands where nothing else exists."""
+    if not zipfile.is_zipfile(wheel):
+        raise Wrong(f"WHEEL: got {str(wheel)!r}, must be a wheel file")
     check_namespaces()
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()

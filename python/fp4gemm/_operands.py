@@ -84,11 +84,17 @@ def parts(value: NVFP4Tensor | DecodedTensor | FP8Tensor) -> tuple[Tensor, Tenso
 def same_rotation(names: tuple[str, str], of_a: int | None, b: Weight) -> None:
     """Raise ValueError unless both operands were rotated with the same signs, or neither was rotated."""
     if of_a != b.hadamard_signs:
-        signs = ["None (not rotated)" if s is None else f"{s:#06x}" for s in (of_a, b.hadamard_signs)]
+        signs = [_signs(s) for s in (of_a, b.hadamard_signs)]
         raise ValueError(
             f"{names[1]}: hadamard_signs is {signs[1]}, must be {signs[0]} as of {names[0]} "
             "(rotate both operands alike)"
         )
+
+
+def _signs(signs: int | None) -> str:
+    if signs is None:
+        return "None (not rotated)"
+    return f"{signs:#06x}" if signs <= 0xFFFF else f"{signs:#06x} (with signs drawn by encode 'eden')"
 
 
 def of_containers(

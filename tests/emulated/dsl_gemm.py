@@ -116,7 +116,9 @@ def run(path: Path, tile: tuple[int, int], cluster: tuple[int, int], folder: Pat
 
 
 def _pair(text: str) -> tuple[int, int]:
-    first, second = text.split("x")
+    first, times, second = text.partition("x")
+    if not (times and first.isdecimal() and second.isdecimal()):
+        raise argparse.ArgumentTypeError(f"got {text!r}, must be two numbers, such as 128x64")
     return int(first), int(second)
 
 

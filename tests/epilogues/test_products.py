@@ -478,6 +478,9 @@ def test_c_is_not_out_beside_a_new_auxiliary_output(
 def test_aux_out_names_outputs() -> None:
     with pytest.raises(TypeError, match="aux_out: got 'up', must be an auxiliary output of squared_relu"):
         examples.squared_relu(aux_out={"up": torch.zeros(M, N)})
+    for name in ("aux_out", "aux_dtypes"):
+        with pytest.raises(TypeError, match=f"{name}: got .*, must be a dictionary by names of outputs"):
+            examples.squared_relu(**{name: torch.zeros(M, N)})
     with pytest.raises(TypeError, match=r"aux_out\['pre'\]: got None"):
         examples.squared_relu(aux_out={"pre": None})  # type: ignore[dict-item]
     with pytest.raises(TypeError, match="aux_dtypes: got 'pre', must be omitted: aux_out has it"):

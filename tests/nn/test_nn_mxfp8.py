@@ -327,7 +327,7 @@ def test_a_model_is_quantized_and_fused(device: torch.device) -> None:
         ),
         (
             lambda: fp4gemm.models.prepare_qat(float_linear(), activations="mxfp8"),
-            "weight: is MXFP8, must be NVFP4",
+            "activations: got .mxfp8., must be a value with weights in NVFP4",
         ),
         (
             lambda: fp4gemm.recipe.Recipe(activations="mxfp8", block=(16, 16)),

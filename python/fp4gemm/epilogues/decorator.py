@@ -213,6 +213,11 @@ class Epilogue:
                 tensors[p.name] = _checks.is_tensor(p.name, self._given(p, values))
             elif p.kind == "scalars":
                 scalars.append(self._number(p.name, self._given(p, values)))
+        for what, given in ((_DTYPES, aux_dtypes), (_OUT, aux_out)):
+            if given is not None and not isinstance(given, Mapping):
+                raise TypeError(
+                    f"{what}: got {_checks.describe(given)}, must be a dictionary by names of outputs"
+                )
         if not aux_dtypes and not aux_out:
             return BoundEpilogue(self, tensors, scalars, {}, {})
         for what, given in ((_DTYPES, aux_dtypes), (_OUT, aux_out)):

@@ -89,7 +89,7 @@ def prepare_qat(model: Model, *, master: Master = "float", **options: Any) -> Mo
 
     Raises:
         TypeError, ValueError: naming the argument; also as :func:`quantize_model`. ValueError where no layer
-            was quantized, or one is offloaded by accelerate.
+            was quantized, or one is offloaded by accelerate. NotImplementedError with activations "mxfp8".
 
     Synchronises.
     """
@@ -105,6 +105,10 @@ def prepare_qat(model: Model, *, master: Master = "float", **options: Any) -> Mo
     for name, layer in list(student.named_modules(remove_duplicate=False)):
         if not isinstance(layer, (Linear, Experts)) or isinstance(floats[name], (Linear, Experts)):
             continue  # no layer, or one that was NVFP4 before
+        if INPUTS[layer.activations].weights != "nvfp4":
+            raise NotImplementedError(
+                f"activations: got {layer.activations!r}, must be a value with weights in NVFP4 to be trained"
+            )
         if id(layer) not in made:
             if accelerate_hook(layer) is not None:
                 raise ValueError(f"model: {name!r} has a hook of accelerate, must have none to be trained")
