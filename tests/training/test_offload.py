@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import gc
 import pytest
 import torch
 from fp4gemm import training
@@ -88,6 +89,7 @@ def test_the_memory_of_the_device_is_free_in_between(name: str, cuda: torch.devi
     x = torch.randn(8192, 1024, dtype=torch.bfloat16, device=cuda, requires_grad=True)
     held = []
     for is_away in (False, True):
+        gc.collect()  # of what earlier tests left
         before = torch.cuda.memory_allocated(cuda)
         if is_away:
             with save_on_cpu(pin_memory=True):
