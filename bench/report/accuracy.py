@@ -152,7 +152,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     matplotlib.use("Agg")  # writes files; needs no display
     import matplotlib.pyplot as plt
 
-    shades = ("#0072B2", "#CC79A7", "#F0E442", "#56B4E9", "#D55E00", "#009E73", "#999999")
+    shades = ("#0072B2", "#CC79A7", "#F0E442", "#56B4E9", "#D55E00", "#009E73", "#999999", "#000000")
     colors = dict(zip(KINDS, shades, strict=True))
     first = next((row for row in rows if "kl" in row), None)
     if first is None:
