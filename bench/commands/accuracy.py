@@ -72,9 +72,11 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("--producers and --fp8-sums exclude each other")
     if not args.model and not rows:
         raise ValueError("--model: is missing, must be given unless --out names a file with results")
-    names = [c.name for c in (*CONTENDERS, *(producers() if args.producers else ()))]
-    if args.methods is not None and not any(map(args.methods.search, names)):
-        raise ValueError(f"--methods: got {args.methods.pattern!r}, must match one of {', '.join(names)}")
+    if args.methods is not None:
+        names = [c.name for c in CONTENDERS]
+        names += [p.name for p in producers()] if args.producers else []
+        if not any(map(args.methods.search, names)):
+            raise ValueError(f"--methods: got {args.methods.pattern!r}, must match one of {', '.join(names)}")
     for given in args.model:
         for row in _measured(args, given, rows):
             rows.append(row)
