@@ -223,6 +223,12 @@ def overlap(x: Tensor, y: Tensor) -> bool:
     return stride_x != stride_y or not width_y <= distance % stride_x <= stride_x - width_x
 
 
+def addresses(x: Tensor) -> tuple[int, int]:
+    """The addresses of the first byte of x, whose rows have unit stride, and behind its last one."""
+    at, _, _, span = _extent(x)
+    return at, at + span
+
+
 def _extent(x: Tensor) -> tuple[int, int, int, int]:
     """The address of a matrix, and in bytes: the width of a row, the stride of rows, and all of it."""
     rows, width = x.shape[:-1].numel(), x.shape[-1] * x.element_size()

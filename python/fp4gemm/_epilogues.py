@@ -56,10 +56,11 @@ def run(function: str, x: Operands, dtype: torch.dtype, terms: Terms) -> Tensor:
         program, epilogue.inputs, tensors, x.shape, dtypes, x.offs, device, function
     )
     if outputs:
-        named = zip(program.vectors, epilogue.inputs, tensors, strict=True)
-        matrices = [(name, y) for kind, name, y in named if kind == "matrices"]
+        read = [*gemm_ops.tensors_read(x), *zip(epilogue.inputs, tensors, strict=True)]
+        if bias is not None:
+            read.append(("bias", bias))
         has_aux = bool(epilogue.aux)
-        epilogue_ops.check_outputs(list(outputs.items()), shape, c, matrices, device, function, has_aux)
+        epilogue_ops.check_outputs(list(outputs.items()), shape, c, read, device, function, has_aux)
     call = EpilogueCall(
         *(x.a, x.b, epilogue.text, inputs, bound.scalars, [DTYPES.index(dtype) for dtype in dtypes[1:]]),
         *(*x.leading()[2:], bias, c, terms.batch_invariant, terms.use_fast_accum, x.b_rows, kernel, dtype),

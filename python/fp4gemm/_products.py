@@ -151,6 +151,7 @@ def run(function: str, x: Operands, dtype: torch.dtype, terms: Terms) -> Tensor:
             _checks.no_overlap(c, out)
     call = GemmCall(*x.leading(), **more)
     if out is not None:
+        gemm_ops.check_apart("out", out, gemm_ops.tensors_read(call))
         operators.gemm_out(*call[:-1], out=out)  # all but out_dtype, which is that of out
         return out
     result: Tensor = operators.gemm(*call) if _is_compiling() else _GEMM(*call)

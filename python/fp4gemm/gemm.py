@@ -80,8 +80,8 @@ def mm(a: Left, b: Right, **terms: Unpack[GemmTerms]) -> Tensor:
             bias or c that the epilogue lacks, or one that it takes and that is not given.
         ValueError: k or n is no multiple of its step, or the two k differ; an argument has another shape,
             device, stride or alignment; an operand has groups (offs, see :func:`fp4gemm.grouped_mm`) or the
-            operands different hadamard_signs; c overlaps out; an unknown activation or kernel; beta without
-            c.
+            operands different hadamard_signs; out overlaps a tensor that is read (c may be out itself); an
+            unknown activation or kernel; beta without c.
         NotImplementedError: an operand, bias, c or out requires grad while grad mode is on; a gated
             activation with c or float32 output; the device has no kernel for the operands (Blackwell has none
             for decoded, prepacked, plain and FP8 ones), or not the kernel that was named.

@@ -66,8 +66,8 @@ def grouped_mm(a: Left, b: Right, offs: Tensor | None = None, **terms: Unpack[Ge
     Raises:
         TypeError: an argument has another Python type or dtype.
         ValueError: an operand has no groups, or the operands have different ones; a size is no multiple of
-            its step; an argument has another shape, device, stride or alignment; different hadamard_signs; c
-            overlaps out; an unknown activation or kernel.
+            its step; an argument has another shape, device, stride or alignment; different hadamard_signs;
+            out overlaps a tensor that is read (c may be out itself); an unknown activation or kernel.
         NotImplementedError: an operand, bias, c or out requires grad while grad mode is on; a gated
             activation with c, float32 output or ragged k; the device has no kernel for the operands, or not
             the kernel that was named.

@@ -459,6 +459,9 @@ def test_outputs_that_are_refused(gen: torch.Generator) -> None:
     both = with_c(c=y, z=z, aux_out={"acc": z.clone()})
     refused(gen, r"out: overlaps c, must be apart", epilogue=both, out=y)
     refused(gen, r"out: overlaps z, must be apart", epilogue=with_c(c=x, z=y), out=y)
+    shared = torch.zeros(M + 1, N)
+    refused(gen, r"out: overlaps bias, must be apart", bias=shared[3], epilogue=relu(), out=shared[:M])
+    fp4gemm.mm(*operands(gen), bias=shared[M], epilogue=relu(), out=shared[:M])
     refused(gen, r"aux_out\['acc'\]: overlaps z", epilogue=with_c(c=x, z=z, aux_out={"acc": z}))
     # Two column ranges of one buffer do not overlap.
     fp4gemm.mm(*operands(gen), epilogue=with_c(c=x, z=z, aux_out={"acc": buffer[:, N:]}), out=y)

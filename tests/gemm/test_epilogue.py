@@ -213,6 +213,28 @@ def test_training_names(device: torch.device, gen: torch.Generator) -> None:
     assert_bits(dw, before + before, "2 dw")
 
 
+def test_out_is_apart_from_what_is_read(device: torch.device, gen: torch.Generator) -> None:
+    """A kernel writes D while it still reads, also into the tokens of a product with as many columns."""
+    q = fp4gemm.quantize(torch.randn(64, 64, generator=gen).to(device))
+    w = fp4gemm.prepack(q)
+    buffer = torch.randn(96, 64, generator=gen).bfloat16().to(device)
+    x, below = buffer[:48], buffer[48:]
+    want = fp4gemm.mm(x, w)
+    assert torch.equal(fp4gemm.mm(x, w, out=below), want)
+    with pytest.raises(ValueError, match=r"^out: overlaps the first operand, must be apart from it"):
+        fp4gemm.mm(x, w, out=x)
+    with pytest.raises(ValueError, match=r"^out: overlaps the first operand, must be apart from it"):
+        fp4gemm.mm(x, w, out=buffer[16:64])
+    wide = torch.zeros(49, 64, device=device)
+    with pytest.raises(ValueError, match=r"^out: overlaps bias, must be apart from it"):
+        fp4gemm.mm(x, w, bias=wide[47], out=wide[:48])
+    fp4gemm.mm(x, w, bias=wide[48], out=wide[:48])
+    codes = torch.zeros(64 * 64, device=device, dtype=torch.bfloat16)
+    data = codes.view(torch.uint8)[: q.codes.numel()].view(q.codes.dtype).view(q.codes.shape).copy_(q.codes)
+    with pytest.raises(ValueError, match=r"^out: overlaps the first operand, must be apart from it"):
+        fp4gemm.scaled_mm(data, q.codes, q.scales, q.scales, out=codes.view(64, 64))
+
+
 def test_c_beside_out_in_one_buffer(device: torch.device, gen: torch.Generator) -> None:
     """Left and right columns of a buffer, and rows one after the other, share no element."""
     a, b = (fp4gemm.quantize(torch.randn(rows, 64, generator=gen).to(device)) for rows in (48, 24))

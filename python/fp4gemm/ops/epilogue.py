@@ -196,32 +196,30 @@ def check_outputs(
     outputs: Sequence[tuple[str, Tensor]],
     shape: tuple[int, ...],
     c: Tensor | None,
-    matrices: Sequence[tuple[str, Tensor]],
+    read: Sequence[tuple[str, Tensor]],
     device: torch.device,
     function: str,
     has_aux: bool,
 ) -> None:
     """Check tensors that are to be written: D, which is called "out", and auxiliary outputs.
 
-    No output may overlap another one or a matrix that is read. c may be D itself if there are no auxiliary
+    No output may overlap another one or a tensor that is read. c may be D itself if there are no auxiliary
     outputs: a kernel may write D before it reads c for an auxiliary output of another dtype.
 
     Args:
         outputs: the names and the tensors, D and then the auxiliary ones, all or some of them.
-        shape: theirs. c, matrices: what the product reads, after their checks.
+        shape: theirs. c, read: what the product reads, after their checks.
         has_aux: whether the product has auxiliary outputs, also if none of them is in ``outputs``.
     """
     for i, (name, x) in enumerate(outputs):
         gemm_ops.check_out(x, shape, None, device, function, name)
-        others = [*outputs[:i], *matrices]
+        others = [*outputs[:i], *read]
         if c is not None:
             if name == "out" and not has_aux:
                 _checks.no_overlap(c, x)
             else:
                 others.append(("c", c))
-        for other, y in others:
-            if _checks.overlap(x, y):
-                raise ValueError(f"{name}: overlaps {other}, must be apart from it")
+        gemm_ops.check_apart(name, x, others)
 
 
 def _parsed(call: EpilogueCall) -> tuple[Program, list[torch.dtype]]:
@@ -256,9 +254,8 @@ def _check_named(
 ) -> None:
     """:func:`check_outputs` with the names of the operator's parameters."""
     named = [("out", outputs[0]), *((f"aux[{i}]", x) for i, x in enumerate(outputs[1:]))]
-    names = zip(program.vectors, _names(call), inputs, strict=True)
-    matrices = [(name, x) for kind, name, x in names if kind == "matrices"]
-    check_outputs(named, shape, call.c, matrices, call.a.device, function, len(outputs) > 1)
+    read = [*gemm_ops.tensors_read(call), *zip(_names(call), inputs, strict=True)]
+    check_outputs(named, shape, call.c, read, call.a.device, function, len(outputs) > 1)
 
 
 # ---- the reference

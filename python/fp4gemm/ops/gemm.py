@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -582,6 +582,41 @@ def gemm_out(call: GemmCall, out: Tensor) -> None:
     _gemm_by(call, out, multiply)
 
 
+# What a product reads besides c: the fields of GemmCall, and their names in errors of outputs.
+_READ = {
+    "a": "the first operand",
+    "b": "the second operand",
+    "scale_a": "the scales of the first operand",
+    "scale_b": "the scales of the second operand",
+    "offs": "offs",
+    "alpha_groups": "the factors of the groups",
+    "alpha_row": "the factors of the rows",
+    "alpha_col": "the factors of the columns",
+    "bias": "bias",
+}
+
+
+def tensors_read(call: Any) -> list[tuple[str, Tensor]]:
+    """The tensors but c that a product reads, with their names in errors; call has the fields of GemmCall."""
+    found = ((name, getattr(call, field, None)) for field, name in _READ.items())
+    return [(name, x) for name, x in found if x is not None]
+
+
+def check_apart(name: str, x: Tensor, others: Iterable[tuple[str, Tensor]]) -> None:
+    """Raise ValueError if x, which is to be written, overlaps another tensor that is read or written.
+
+    A kernel writes a part of D while it still reads what it needs for other parts.
+    """
+    if not _checks.has_memory(x):
+        return
+    begin, end = _checks.addresses(x)
+    for other, y in others:
+        # The first two conditions tell most tensors apart in less than half of a microsecond.
+        at = y.data_ptr() if _checks.has_memory(y) else end
+        if at < end and (at + y.nbytes > begin or not y.is_contiguous()) and _checks.overlap(x, y):
+            raise ValueError(f"{name}: overlaps {other}, must be apart from it")
+
+
 def _gemm_by(call: GemmCall, out: Tensor | None, product: Product) -> Tensor:
     """Return :func:`gemm`, or write it to out, with another implementation of :func:`multiply`."""
     if out is not None:
@@ -599,6 +634,7 @@ def _gemm_by(call: GemmCall, out: Tensor | None, product: Product) -> Tensor:
         out = torch.empty(shape, dtype=dtype, device=device)
     else:
         check_out(out, shape, None, device, name)
+        check_apart("out", out, tensors_read(call))
         if c is not None:
             _checks.no_overlap(c, out)
     compute(out, call, terms._replace(activation=activation, c=c, beta=fp32(beta, device)), product)
