@@ -73,7 +73,8 @@ void test_quantize_errors() {
   bad_quantize(
       "hadamard", [](Args& a) { a.row.hadamard = static_cast<fp4gemm_hadamard_t>(3); }, "row.hadamard: is 3");
   bad_quantize("block_rows", [](Args& a) { a.block_rows = 8; }, "block_rows: is 8, must be 1 or 16");
-  bad_quantize("encode", [](Args& a) { a.encode = static_cast<fp4gemm_encode_t>(2); }, "encode: is 2");
+  bad_quantize("encode", [](Args& a) { a.encode = static_cast<fp4gemm_encode_t>(3); }, "encode: is 3");
+  bad_quantize("eden", [](Args& a) { a.encode = FP4GEMM_ENCODE_EDEN; }, "hadamard: is 0, must be");
   bad_quantize(
       "four_over_six", [](Args& a) { a.four_over_six = static_cast<fp4gemm_four_over_six_t>(3); },
       "four_over_six: is 3");
