@@ -522,7 +522,7 @@ def test_the_operator_with_given_outputs(gen: torch.Generator) -> None:
         "aux": [torch.empty(M, N)],
     }
     opcheck("gemm_epilogue_out", *args, **kwargs)
-    with pytest.raises(ValueError, match=r"aux_dtypes: has 0 numbers, must have 1"):
+    with pytest.raises(ValueError, match=r"aux: has 0 tensors, must have 1"):
         torch.ops.fp4gemm.gemm_epilogue_out(*args, **{**kwargs, "aux": []})
     with pytest.raises(ValueError, match=r"aux\[0\]: overlaps out"):
         torch.ops.fp4gemm.gemm_epilogue_out(*args, **{**kwargs, "aux": [kwargs["out"]]})

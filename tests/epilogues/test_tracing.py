@@ -211,7 +211,7 @@ def test_binding() -> None:
         with pytest.raises(ValueError, match=r"limit: got .*, must be finite in float32"):
             f(limit=large)
     for name in ("aux_dtypes", "aux_out"):
-        with pytest.raises(TypeError, match=rf"{name}: got \[1\] \(list\), must be a dict or None"):
+        with pytest.raises(TypeError, match=rf"{name}: got \[1\] \(list\), must be a dictionary by names"):
             examples.squared_relu(**{name: [1]})
     with pytest.raises(TypeError, match=r"gate: is not given, must be a torch\.Tensor for row_gate"):
         examples.row_gate()

@@ -89,8 +89,8 @@ add(T, "t", "type", lambda: A.codes, TYPE, "must be an fp4gemm.NVFP4Tensor")
 add(T, "t", "decoded", lambda: fp4gemm.decode(A), TYPE, "must be an fp4gemm.NVFP4Tensor")
 add(T, "t", "none", lambda: None, TYPE, "got None (NoneType), must be an fp4gemm.NVFP4Tensor")
 D = (
-    "dequantize dequantize_parts NVFP4Tensor.dequantize MXFP8Tensor.dequantize "
-    "reference.dequantize reference.mxfp8_dequantize"
+    "dequantize dequantize_parts NVFP4Tensor.dequantize MXFP8Tensor.dequantize MXFP4Tensor.dequantize "
+    "reference.dequantize reference.mxfp8_dequantize reference.mxfp4_dequantize"
 )
 add(D, "dtype", "type", lambda: "float32", TYPE, "got 'float32' (str), must be torch.bfloat16")
 add(D, "dtype", "float64", lambda: torch.float64, TYPE, "dtype is torch.float64, must be torch.bfloat16")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import fp4gemm
@@ -54,6 +55,22 @@ def plain(acc):
     return acc
 
 
+def into(**arguments: Any) -> torch.Tensor:
+    """reference.gemm_epilogue_out, which returns nothing."""
+    reference.gemm_epilogue_out(**arguments)
+    out: torch.Tensor = arguments["out"]
+    return out
+
+
+into.__signature__ = inspect.signature(reference.gemm_epilogue_out)  # type: ignore[attr-defined]
+
+
+def given_outputs() -> dict[str, Any]:
+    arguments = CALL._asdict()
+    del arguments["aux_dtypes"], arguments["out_dtype"]
+    return {**arguments, "out": torch.empty_like(C), "aux": [ones(M, N)]}
+
+
 FUNCTIONS |= {
     "mm of an epilogue": (product, BOUND.copy),
     "epilogue": (fp4gemm.epilogue, lambda: {"function": plain, "pairs": False}),
@@ -62,6 +79,7 @@ FUNCTIONS |= {
         lambda: {"epilogue": fp4gemm.epilogue(plain), "device": "cpu", "scalars": None},
     ),
     "reference.gemm_epilogue": (reference.gemm_epilogue, CALL._asdict),
+    "reference.gemm_epilogue_out": (into, given_outputs),
 }
 CASES = Cases()
 MM, OPERATOR = "mm of an epilogue", "reference.gemm_epilogue"
@@ -89,7 +107,7 @@ add(MM, "c-dtype", TYPE, "dtype is torch.float32, must be torch.bfloat16", MATRI
 for kind, change, error, says, name in (
     ("activation", {"activation": "silu"}, VALUE, "must be omitted with an epilogue", "activation"),
     ("beta", {"beta": 0.5}, VALUE, "must be omitted with an epilogue", "beta"),
-    ("out", {"out": C}, VALUE, "must be omitted with an epilogue", "out"),
+    ("out", {"out": C[:, :8]}, VALUE, f"must be {tuple(C.shape)}", "out"),
     ("bias", {"bias": COLUMN}, TYPE, "must be None because plain does not take it", "bias"),
     ("c", {"c": C}, TYPE, "must be None because plain does not take it", "c"),
     ("c twice", {"c": C, "epilogue": every_input(**BOUND)}, TYPE, "must be omitted", "c"),
@@ -128,4 +146,20 @@ add(OPERATOR, "batch_invariant-type", TYPE, "must be True or False", 1)
 add(OPERATOR, "use_fast_accum-type", TYPE, "must be True or False", 1)
 add(OPERATOR, "b_rows-type", TYPE, "must be an int", "24")
 add(OPERATOR, "kernel_name-unknown", VALUE, "must be None or 'cpu_reference'", "sm90")
+
+# reference.gemm_epilogue_out refuses what reference.gemm_epilogue refuses.
+INTO = "reference.gemm_epilogue_out"
+CASES += [
+    case._replace(function=INTO)
+    for case in CASES
+    if case.function == OPERATOR and not case.kind.startswith("aux_dtypes")
+]
 add(OPERATOR, "out_dtype-name", TYPE, "must be torch.bfloat16", "float32")
+add(INTO, "out-type", TYPE, "must be a torch.Tensor", None)
+add(INTO, "out-dtype", TYPE, "dtype is torch.float64, must be", ones(M, N).double())
+add(INTO, "out-shape", VALUE, f"must be {tuple(C.shape)}", C[:, :8])
+add(INTO, "out-overlap", VALUE, "overlaps c, must be apart from it", C)
+add(INTO, "aux-type", TYPE, "must be a list of tensors", ones(M, N))
+add(INTO, "aux-element", TYPE, "must be a torch.Tensor", [1.0], "aux[0]")
+add(INTO, "aux-shape", VALUE, f"must be {tuple(C.shape)}", [ones(3, N)], "aux[0]")
+add(INTO, "aux-count", VALUE, "must have 1", [])

@@ -442,7 +442,7 @@ def test_a_ranking_goes_on(
     readme.write_text("<!-- bench training ranking: begin -->\n<!-- bench training ranking: end -->\n")
     arguments = ("--arms", "bf16,bf16+jittered,bf16+fp8", "--steps", "4", "--branch", "3", "--seeds", "0,1")
     assert command(whole, *arguments, "--readme", str(readme)) == 0
-    assert "All arms begin with the state of bf16 at step 3." in readme.read_text()
+    assert "All arms begin with the state of bf16 at step 3." in " ".join(readme.read_text().split())
     printed = capsys.readouterr().out
     assert "branch   every arm goes on from the state of bf16 at step 3" in printed
     assert "Recipes that cannot be told apart, in percent: none." in printed

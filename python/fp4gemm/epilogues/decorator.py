@@ -220,9 +220,6 @@ class Epilogue:
                 )
         if not aux_dtypes and not aux_out:
             return BoundEpilogue(self, tensors, scalars, {}, {})
-        for what, given in ((_DTYPES, aux_dtypes), (_OUT, aux_out)):
-            if given is not None and not isinstance(given, Mapping):
-                raise TypeError(f"{what}: got {_checks.describe(given)}, must be a dict or None")
         dtypes, outputs = dict(aux_dtypes or {}), dict(aux_out or {})
         for what, names in ((_DTYPES, dtypes), (_OUT, outputs)):
             for name in names:

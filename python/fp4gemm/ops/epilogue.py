@@ -91,8 +91,13 @@ def _given_outputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> EpilogueCal
     """The call of the arguments of ``gemm_epilogue_out``, with the dtypes of its outputs."""
     given = dict(zip(_WITHOUT_DTYPES, args, strict=False)) | kwargs
     out, aux = given.pop("out"), given.pop("aux")
+    if not isinstance(aux, list | tuple):
+        raise TypeError(f"aux: got {_checks.describe(aux)}, must be a list of tensors")
     for name, x in [("out", out), *((f"aux[{i}]", x) for i, x in enumerate(aux))]:
         _checks.has_dtype(name, _checks.is_tensor(name, x), DTYPES)
+    program = given.get("program")
+    if isinstance(program, str) and len(aux) != len(parse(program).aux):
+        raise ValueError(f"aux: has {len(aux)} tensors, must have {len(parse(program).aux)}")
     dtypes = [DTYPES.index(x.dtype) for x in aux]
     return EpilogueCall(**given, aux_dtypes=dtypes, out_dtype=out.dtype)
 
