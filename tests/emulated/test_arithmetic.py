@@ -7,7 +7,7 @@ import pytest
 import torch
 from fp4gemm import reference
 from fp4gemm.device import selftest
-from fp4gemm.device.problems import problems as tested_problems
+from fp4gemm.device.problems import problems as exercised_problems
 from problems import PLAIN, Problem, dense, grouped_ragged_m
 from session import KERNELS, Session, Sessions, describe, same_bits
 
@@ -67,7 +67,7 @@ def test_the_error_of_other_sums(session: Session, arithmetic: str) -> None:
 )
 def test_the_sign_of_a_block_scale_is_ignored(sessions: Sessions, kernel: fp4gemm.KernelInfo) -> None:
     """The tensor cores read ue4m3, which has no sign: the self-test's problem, on the emulator."""
-    tested = [problem for problem in tested_problems() if problem.name == "negative block scales"]
+    tested = [problem for problem in exercised_problems() if problem.name == "negative block scales"]
 
     def run(row: fp4gemm.KernelInfo, problem: selftest.Problem) -> torch.Tensor:
         a, b, scale_a, scale_b, *_ = problem.operands
