@@ -216,17 +216,15 @@ def overlap(x: Tensor, y: Tensor) -> bool:
     """
     if not has_memory(x) or not has_memory(y) or x.numel() == 0 or y.numel() == 0:
         return False
+    # Tells most tensors apart in half of the time that the extents of both take.
+    first, second = (x, y) if x.data_ptr() <= y.data_ptr() else (y, x)
+    if first.is_contiguous() and first.data_ptr() + first.nbytes <= second.data_ptr():
+        return False
     (at_x, width_x, stride_x, span_x), (at_y, width_y, stride_y, span_y) = _extent(x), _extent(y)
     distance = at_x - at_y
     if distance >= span_y or -distance >= span_x:
         return False
     return stride_x != stride_y or not width_y <= distance % stride_x <= stride_x - width_x
-
-
-def addresses(x: Tensor) -> tuple[int, int]:
-    """The addresses of the first byte of x, whose rows have unit stride, and behind its last one."""
-    at, _, _, span = _extent(x)
-    return at, at + span
 
 
 def _extent(x: Tensor) -> tuple[int, int, int, int]:
