@@ -48,9 +48,8 @@ def swiglu_experts(
     product of a weight and a row to it, as torch does. The arguments are those of the operator ``experts``,
     which are checked already; the result is (t, d). Does not synchronise.
     """
-    offs, token_of_row, row_of_pair = operators.route(topk_ids, w13.data.shape[0])
+    rows, offs, row_of_pair = _routed(x, topk_ids, w13)
     options: dict[str, Any] = {"batch_invariant": batch_invariant, "use_fast_accum": use_fast_accum}
-    rows = x.index_select(0, token_of_row.clamp(min=0))  # rows behind offs[-1] belong to no group
     z = product(rows, w13, offs, scaling, options, x.dtype)
     # Copies: contiguous() would keep the strides of a slice without elements.
     gate, up = (z[:, i::2].clone(memory_format=torch.contiguous_format) for i in (0, 1))
@@ -79,14 +78,20 @@ def composed_experts(
 
     The arguments are those of the operator, which are checked already; activation is its number.
     """
-    offs, token_of_row, row_of_pair = operators.route(topk_ids, w13.data.shape[0])
+    rows, offs, row_of_pair = _routed(x, topk_ids, w13)
     options: dict[str, Any] = {"batch_invariant": batch_invariant, "use_fast_accum": use_fast_accum}
-    rows = x.index_select(0, token_of_row.clamp(min=0))  # rows behind offs[-1] belong to no group
     h_dtype = torch.bfloat16 if x.dtype is torch.float32 else x.dtype
     h = product(rows, w13, offs, scaling, {**options, "activation": activation}, h_dtype)
     y = product(h, w2, offs, scaling, options, x.dtype)
     result: Tensor = operators.combine(y, row_of_pair, topk_weights, x.dtype)
     return result
+
+
+def _routed(x: Tensor, topk_ids: Tensor, w13: OperandParts) -> tuple[Tensor, Tensor, Tensor]:
+    """The rows of the experts, the ends of their groups, and the rows of each token."""
+    offs, token_of_row, row_of_pair = operators.route(topk_ids, w13.data.shape[0])
+    rows = x.index_select(0, token_of_row.clamp(min=0))  # rows behind offs[-1] belong to no group
+    return rows, offs, row_of_pair
 
 
 def rounded_sum(y: Tensor, row_of_pair: Tensor, topk_weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -96,8 +96,8 @@ def _given_outputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> EpilogueCal
     for name, x in [("out", out), *((f"aux[{i}]", x) for i, x in enumerate(aux))]:
         _checks.has_dtype(name, _checks.is_tensor(name, x), DTYPES)
     program = given.get("program")
-    if isinstance(program, str) and len(aux) != len(parse(program).aux):
-        raise ValueError(f"aux: has {len(aux)} tensors, must have {len(parse(program).aux)}")
+    if isinstance(program, str) and len(aux) != (count := len(parse(program).aux)):
+        raise ValueError(f"aux: has {len(aux)} tensors, must have {count}")
     dtypes = [DTYPES.index(x.dtype) for x in aux]
     return EpilogueCall(**given, aux_dtypes=dtypes, out_dtype=out.dtype)
 
