@@ -109,7 +109,7 @@ class MXTensor(Container):
     def compact_scales(self) -> Tensor:
         """The block scales in their plain order: float8_e8m0fnu (m, k/32), contiguous, a copy.
 
-        Of a stack (g, n, k/32).
+        Those of a stack are (g, n, k/32).
 
         Raises:
             ValueError: the rows are in groups, whose scales have no such order.

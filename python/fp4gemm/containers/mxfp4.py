@@ -53,10 +53,10 @@ class MXFP4Tensor(MXTensor):
 
     Args:
         codes: uint8 or float4_e2m1fn_x2 (m, k/2), low nibble = even k, contiguous, base 16-byte aligned, k a
-            positive multiple of 32. Of a stack (g, n, k/2).
+            positive multiple of 32. A stack has (g, n, k/2).
         scales: float8_e8m0fnu, contiguous, 2^(byte - 127), 255 is NaN: (ceil128(m), ceil4(k/32)) in the
             swizzled layout of :mod:`fp4gemm.layout`, pads zero; or (m, k/32) with swizzled=False. uint8 is
-            accepted and viewed. Of a stack (g, ceil128(n), ceil4(k/32)), the swizzled scales of each matrix.
+            accepted and viewed. A stack has (g, ceil128(n), ceil4(k/32)), the swizzled scales of each matrix.
             With groups of rows (``layout.grouped_scale_rows(m, g)``, ceil4(k/32)): the scales of each group
             begin at the next multiple of 128 rows.
         swizzled: which of the two forms scales has; it is never guessed. True of a stack and with groups.

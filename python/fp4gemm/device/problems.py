@@ -49,7 +49,7 @@ class Problem:
     shape: tuple[int, ...]  # the shape of D
     terms: dict[str, Any]  # the terms by name; c is float32 here
     prepacks: bool = False  # b is prepacked first, on the device
-    # Of a problem whose block scales have sign bits: the operands without them.
+    # If block scales have sign bits, the operands without these bits; else None.
     unsigned_operands: GemmCall | None = None
 
     @property
