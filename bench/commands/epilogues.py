@@ -227,7 +227,7 @@ class Product:
         if self.ends is None:
             return dense.Contenders(made, self.harness, self.weights, self.tokens, self.case.tokens)
         add = grouped.Contenders(made, self.harness, self.weights, self.ends)
-        add.tokens = self.tokens
+        add.tokens, add.offs = self.tokens, self.tokens.offs
         return add
 
     def built_in(self, made: Contest) -> None:

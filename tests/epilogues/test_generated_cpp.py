@@ -65,6 +65,7 @@ def every_operation(acc, alpha, row, col, bias, c):
         "maximum": ep.maximum(x, y),
         "sqrt": ep.sqrt(x),
         "exp": ep.exp(x),
+        "times_logistic": ep.silu(x),
         "tanh": ep.tanh(x),
         "erf": ep.erf(x),
         "cast_bf16": ep.cast(x, torch.bfloat16),
@@ -91,7 +92,7 @@ def test_the_header_of_a_text() -> None:
     assert text == header(program)
     assert program.hash in text
     lines = ["kPairs = false", "kResults = 1", f"kNumAux = {len(OPERATIONS)}", "kTakesBias = true"]
-    for line in [*lines, "kRowInputs = 0", "Results apply(float acc, Terms const& t)"]:
+    for line in [*lines, "kRowInputs = 0", "Results apply(float acc, Terms const& t, Divide& divide)"]:
         assert line in text
 
 

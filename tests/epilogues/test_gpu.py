@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -135,6 +136,41 @@ def test_a_dense_and_a_grouped_product_share_a_kernel(hopper: Path, gen: torch.G
     got = fp4gemm.grouped_mm(groups.to("cuda"), b.to("cuda"), epilogue=cap, kernel=name)
     assert len(list(hopper.glob("*.cubin"))) == before
     assert_bits(got.cpu(), fp4gemm.grouped_mm(groups, b, epilogue=cap))
+
+
+@fp4gemm.epilogue
+def quotients(acc, a: ep.Matrix, b: ep.Matrix, *, divisor):
+    functions = {"sigmoid": ep.sigmoid(a), "gelu": ep.gelu(a), "tanh": ep.tanh(a)}
+    return a / b + 0.0 * acc, {"by_scalar": a / divisor, **functions}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("prepacked", [False, True], ids=["decoded", "prepacked"])
+def test_divisions(prepacked: bool, dtype: torch.dtype, gen: torch.Generator) -> None:
+    """Of numbers of every exponent, and in some rows of those alone that the fast division takes."""
+    m, n, k = 256, 512, 64
+    special = torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan, 1e-45, -1e-39, 3e38])
+    every = torch.randint(-(2**31), 2**31, (2, m, n), generator=gen).int().view(torch.float32)
+    every[:, : m // 4] = torch.randn(2, m // 4, n, generator=gen)
+    every[0, 8:16, ::2] *= 0
+    places = torch.rand(2, m, n, generator=gen) < 0.1
+    places[:, : m // 2] = False
+    every[places] = special[torch.randint(len(special), (int(places.sum()),), generator=gen)]
+    a, b = every.to(dtype)
+    x = fp4gemm.quantize(torch.zeros(m, k)).to("cuda")
+    w = fp4gemm.quantize(torch.zeros(n, k)).to("cuda")
+    for divisor in (30.0, -0.9, 3e-40):
+        bound = quotients(a=a.cuda(), b=b.cuda(), divisor=divisor)
+        got, aux = fp4gemm.mm(
+            x, fp4gemm.prepack(w) if prepacked else w, epilogue=bound, out_dtype=torch.float32
+        )
+        want, wanted = quotients(a=a, b=b, divisor=divisor).forward(torch.zeros(m, n))
+        for name, y, expected in (
+            ("a / b", got, want),
+            *((name, aux[name], wanted[name]) for name in wanted),
+        ):
+            same = (y.cpu() == expected) & (y.cpu().signbit() == expected.signbit())
+            assert bool((same | (y.cpu().isnan() & expected.isnan())).all()), f"{name}, divisor {divisor}"
 
 
 @pytest.mark.parametrize("epilogue", [pair_to_one, pair_to_two], ids=lambda e: e.name)

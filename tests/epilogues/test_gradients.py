@@ -24,6 +24,7 @@ SMOOTH: Mapping[str, Operation] = {
         name: OPERATIONS[name]._replace(function=function)
         for name, function in {
             "exp": torch.exp,
+            "times_logistic": lambda z, u: z * torch.sigmoid(u),
             "tanh": torch.tanh,
             "erf": torch.erf,
             "sqrt": torch.sqrt,
@@ -41,7 +42,7 @@ SMOOTH: Mapping[str, Operation] = {
 def every_rule(acc, alpha, row, col, bias, c, x: ep.Row, y: ep.Column, z: ep.Matrix, *, s):
     v = alpha * (col * (row * acc)) + bias
     v = ep.where((v < s) & ~(x == y), v / (2.0 + z * z), ep.fma(v, x, c) - y)
-    w = ep.minimum(ep.maximum(v, -s), s) * ep.erf(v) + abs(v) * ep.rsqrt(1.0 + v * v)
+    w = ep.minimum(ep.maximum(v, -s), s) * ep.erf(v) + abs(v) * ep.rsqrt(1.0 + v * v) + ep.silu(y)
     return ep.cast(ep.tanh(w), torch.bfloat16), {"pre": ep.exp(-w), "half": ep.cast(v, torch.float16)}
 
 

@@ -16,7 +16,7 @@ FORMULA = """
 #pragma once
 #include "cutlass_evt/epilogue/arithmetic.hpp"
 namespace cutlass_evt::generated {
-constexpr bool kPairs = false, kTakesBias = true, kTakesC = true;
+constexpr bool kPairs = false, kDivides = false, kTakesBias = true, kTakesC = true;
 constexpr int kResults = 1, kNumAux = 1;
 constexpr int kRowInputs = 1, kColumnInputs = 1, kGroupInputs = 0, kMatrixInputs = 1, kScalars = 1;
 struct Terms {
@@ -27,7 +27,8 @@ struct Results {
   float d[1];
   float aux[1][1];
 };
-CUTLASS_HOST_DEVICE Results apply(float acc, Terms const& t) {
+template <class Divide>
+CUTLASS_HOST_DEVICE Results apply(float acc, Terms const& t, Divide&) {
   nodes::multiply_rn<float> const mul;
   nodes::add_rn<float> const add;
   float const z = add(mul(t.alpha, mul(t.col, mul(t.row, acc))), t.bias);

@@ -40,6 +40,7 @@ extern "C" void run(long count, float const* in, float* out) {
     for (int j = 0; j < kGroupInputs; ++j) t[0].groups[j] = *in++;
     for (int j = 0; j < kMatrixInputs; ++j) t[0].matrices[j] = *in++;
     for (int j = 0; j < kScalars; ++j) t[0].scalars[j] = *in++;
+    cutlass_evt::op::Division<false> divide;
     Results const y = APPLY;
     for (int j = 0; j < kResults; ++j) *out++ = y.d[j];
     for (int a = 0; a < kNumAux; ++a) {
@@ -63,7 +64,7 @@ def compiled(program: Program, folder: Path) -> Callable[[Tensor], Tensor]:
         pytest.skip("no C++ compiler")
     (folder / FILE_NAME).write_text(header(program))
     source, library = folder / "driver.cpp", folder / "driver.so"
-    call = "apply(acc[0], acc[1], t[0], t[1])" if program.pairs else "apply(acc[0], t[0])"
+    call = "apply(acc[0], acc[1], t[0], t[1], divide)" if program.pairs else "apply(acc[0], t[0], divide)"
     source.write_text(_DRIVER.replace("APPLY", call))
     includes = [f"-I{path}" for path in (folder, REPO / "cpp", cutlass_headers())]
     command = [compiler, "-std=c++17", "-O1", "-Wall", "-Werror", "-shared", "-fPIC", *includes, str(source)]

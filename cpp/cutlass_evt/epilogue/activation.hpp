@@ -33,16 +33,16 @@ static_assert(sizeof(kActivationNames) / sizeof(char const*) == static_cast<int>
 namespace nodes {
 
 /// z / (1 + e(u)), e(u) = exp(-u) with u clamped to -87..87. The relative error of e is below
-/// 1e-6 (1 + |u| / 16).
+/// 1e-6 (1 + |u| / 16). |u| must be at most 2 |z| where |z| < 2^-26: then 1 + e(u) is 2.
 CUTLASS_HOST_DEVICE float times_logistic(float z, float u) {
 #if defined(__CUDA_ARCH__)
   // The operations of the host's version, as one statement: as separate ones, unrolled over a tile, they
   // double the compiler's time and memory.
-  float y;
+  float denominator;
   asm("{\n"
       ".reg .f32 t, s, f, p;\n"
       ".reg .b32 n, m;\n"
-      "neg.f32 t, %2;\n"
+      "neg.f32 t, %1;\n"
       "max.f32 t, t, 0fC2AE0000;\n"     // -87
       "min.f32 t, t, 0f42AE0000;\n"     // 87
       "mul.rn.f32 t, t, 0f3FB8AA3B;\n"  // log2 e
@@ -66,12 +66,11 @@ CUTLASS_HOST_DEVICE float times_logistic(float z, float u) {
       "mov.b32 m, p;\n"
       "add.s32 n, n, m;\n"
       "mov.b32 p, n;\n"
-      "add.rn.f32 p, p, 0f3F800000;\n"
-      "div.rn.f32 %0, %1, p;\n"
+      "add.rn.f32 %0, p, 0f3F800000;\n"
       "}"
-      : "=f"(y)
-      : "f"(z), "f"(u));
-  return y;
+      : "=f"(denominator)
+      : "f"(u));
+  return divide_by_normal(z, denominator);
 #else
   multiply_rn<float> const multiply;
   add_rn<float> const add;

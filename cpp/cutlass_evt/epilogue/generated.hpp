@@ -11,12 +11,15 @@
 //                        column and matrices have one element for a pair, whatever the number of results:
 //                        both elements of the pair get it
 //   Results              d[kResults] and aux[kNumAux][kResults]
-//   apply                Results of (acc, terms), or of (acc0, acc1, terms0, terms1)
+//   kDivides             whether apply calls divide
+//   apply                Results of (acc, terms, divide), or of (acc0, acc1, terms0, terms1, divide), where
+//                        divide is an op::Division
 #pragma once
 
 #include "cute/numeric/integral_constant.hpp"
 #include "cutlass_evt/epilogue/finish.hpp"
 #include "cutlass_evt/epilogue/generated_arguments.hpp"
+#include "cutlass_evt/epilogue/operations.hpp"
 #include "fp4gemm_generated.hpp"
 
 namespace cutlass_evt::epilogue {
@@ -26,8 +29,23 @@ using generated::Terms;
 
 /// The formula; as a template, so that the branch for the other number of arguments is not compiled.
 template <class... Arguments>
-CUTLASS_DEVICE Results apply(Arguments const&... arguments) {
+CUTLASS_DEVICE Results apply(Arguments&&... arguments) {
   return generated::apply(arguments...);
+}
+
+/// Calls evaluate(divide), which applies the formula to all elements that a thread has at a time, and a
+/// second time if a division needs it: one branch for all of them. With kWarp the lanes of a warp call it
+/// together, and all evaluate again if one must.
+template <bool kWarp, class Evaluate>
+CUTLASS_DEVICE void generated_evaluate(Evaluate const& evaluate) {
+  op::Division<false> fast;
+  evaluate(fast);
+  if constexpr (generated::kDivides) {
+    if (kWarp ? __any_sync(0xFFFFFFFFu, fast.is_rare()) : fast.is_rare()) {
+      op::Division<true> every;
+      evaluate(every);
+    }
+  }
 }
 
 /// Columns of D, of C and of matrices for `columns` of the product.
@@ -220,18 +238,20 @@ struct GeneratedColumnsEpilogue {
             generated_for<generated::kNumAux>([&](auto v) { aux[v][at + i] = results.aux[v][i]; });
           }
         };
-        if constexpr (generated::kPairs) {
-          CUTLASS_PRAGMA_UNROLL
-          for (int i = 0; i < kColumns; i += 2) {
-            put(generated::kResults == 1 ? i / 2 : i,
-                epilogue::apply(z[r][i], z[r][i + 1], terms_of(i), terms_of(i + 1)));
+        generated_evaluate</*kWarp=*/false>([&](auto& divide) {
+          if constexpr (generated::kPairs) {
+            CUTLASS_PRAGMA_UNROLL
+            for (int i = 0; i < kColumns; i += 2) {
+              put(generated::kResults == 1 ? i / 2 : i,
+                  epilogue::apply(z[r][i], z[r][i + 1], terms_of(i), terms_of(i + 1), divide));
+            }
+          } else {
+            CUTLASS_PRAGMA_UNROLL
+            for (int i = 0; i < kColumns; ++i) {
+              put(i, epilogue::apply(z[r][i], terms_of(i), divide));
+            }
           }
-        } else {
-          CUTLASS_PRAGMA_UNROLL
-          for (int i = 0; i < kColumns; ++i) {
-            put(i, epilogue::apply(z[r][i], terms_of(i)));
-          }
-        }
+        });
         write<kTypes.output>(args.d, rows[r] * args.d_row_stride + column_of_d, d);
         generated_for<generated::kNumAux>([&](auto v) {
           GeneratedMatrix const& matrix = inputs.aux[v];

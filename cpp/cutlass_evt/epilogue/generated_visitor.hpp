@@ -63,6 +63,7 @@ struct Generated {
     constexpr int kStep = generated::kPairs ? 2 : 1;
     // N is 1 for groups that are ragged in k alone, which these kernels are not launched for.
     static_assert(N == 1 || N % kStep == 0, "a thread must hold whole pairs of columns");
+    op::Division</*kEvery=*/true> divide;
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i + kStep <= N; i += kStep) {
       Place const place = source.place(i);
@@ -85,9 +86,9 @@ struct Generated {
         if constexpr (generated::kPairs) {
           Terms other = terms;
           set(other, i + 1, generated_columns(place.column + 1));
-          return epilogue::apply(z[i], z[i + 1], terms, other);
+          return epilogue::apply(z[i], z[i + 1], terms, other, divide);
         } else {
-          return epilogue::apply(z[i], terms);
+          return epilogue::apply(z[i], terms, divide);
         }
       }();
       CUTLASS_PRAGMA_UNROLL

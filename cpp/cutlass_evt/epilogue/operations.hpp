@@ -25,13 +25,43 @@ CUTLASS_HOST_DEVICE float add(float a, float b) { return nodes::add_rn<float>{}(
 CUTLASS_HOST_DEVICE float sub(float a, float b) { return nodes::add_rn<float>{}(a, -b); }
 CUTLASS_HOST_DEVICE float mul(float a, float b) { return nodes::multiply_rn<float>{}(a, b); }
 
-CUTLASS_HOST_DEVICE float div(float a, float b) {
+CUTLASS_HOST_DEVICE float abs(float x) {
 #if defined(__CUDA_ARCH__)
-  return __fdiv_rn(a, b);
+  return ::fabsf(x);
 #else
-  return a / b;
+  return std::fabs(x);
 #endif
 }
+
+/// a / b, by a function object that one thread uses for the elements that it has at a time.
+///
+/// The device's own division branches for each element, so that divisions cannot overlap, and it calls a slow
+/// function where a is 0. With kEvery = false the quotient is that of divide_by_normal, and is_rare() says
+/// afterwards that the operands of one of the divisions were outside the range where it is right. Then all
+/// must be computed again with kEvery = true, which is the device's own division.
+template <bool kEvery>
+class Division {
+ public:
+  CUTLASS_HOST_DEVICE float operator()(float a, float b) {
+#if defined(__CUDA_ARCH__)
+    if constexpr (kEvery) {
+      return __fdiv_rn(a, b);
+    } else {
+      // What depends on b alone is computed once where b is the same for all elements.
+      is_rare_ = is_rare_ || !is_near_1(b) || !(a == 0.0f ? b > 0.0f : is_near_1(a));
+      return nodes::divide_by_normal(a, b, nodes::reciprocal_of_normal(b));
+    }
+#else
+    return a / b;
+#endif
+  }
+  CUTLASS_HOST_DEVICE bool is_rare() const { return is_rare_; }
+
+ private:
+  CUTLASS_HOST_DEVICE static bool is_near_1(float x) { return abs(x) >= 0x1p-60f && abs(x) <= 0x1p60f; }
+
+  bool is_rare_ = false;
+};
 
 /// a * b + c, rounded once.
 CUTLASS_HOST_DEVICE float fma(float a, float b, float c) {
@@ -51,14 +81,6 @@ CUTLASS_HOST_DEVICE float sqrt(float x) {
 }
 
 CUTLASS_HOST_DEVICE float neg(float x) { return -x; }
-
-CUTLASS_HOST_DEVICE float abs(float x) {
-#if defined(__CUDA_ARCH__)
-  return ::fabsf(x);
-#else
-  return std::fabs(x);
-#endif
-}
 
 CUTLASS_HOST_DEVICE bool lt(float a, float b) { return a < b; }
 CUTLASS_HOST_DEVICE bool le(float a, float b) { return a <= b; }
@@ -140,6 +162,28 @@ CUTLASS_HOST_DEVICE float exp(float x) {
 #endif
 }
 
+/// z / (1 + exp(-u)), for the z and u that nodes::times_logistic takes. NaN stays NaN.
+CUTLASS_HOST_DEVICE float times_logistic(float z, float u) {
+  return nodes::divide_by_normal(z, add(exp(-u), 1.0f));
+}
+
+/// condition ? a : b with both computed: the compiler may branch for a plain choice between long expressions.
+CUTLASS_HOST_DEVICE float either(bool condition, float a, float b) {
+#if defined(__CUDA_ARCH__)
+  float y;
+  asm("{\n"
+      ".reg .pred p;\n"
+      "setp.ne.u32 p, %3, 0;\n"
+      "selp.f32 %0, %1, %2, p;\n"
+      "}"
+      : "=f"(y)
+      : "f"(a), "f"(b), "r"(static_cast<unsigned>(condition)));
+  return y;
+#else
+  return condition ? a : b;
+#endif
+}
+
 CUTLASS_HOST_DEVICE float tanh(float x) {
   float const a = abs(x);
   float const s = mul(x, x);
@@ -149,8 +193,8 @@ CUTLASS_HOST_DEVICE float tanh(float x) {
   p = add(mul(s, p), 0.133314908f);
   p = add(mul(s, p), -0.333332837f);
   float const small = add(mul(mul(x, s), p), x);
-  float const large = sub(1.0f, div(2.0f, add(exp(add(a, a)), 1.0f)));
-  return a < 0.625f ? small : x < 0.0f ? -large : large;
+  float const large = sub(1.0f, nodes::divide_by_normal(2.0f, add(exp(add(a, a)), 1.0f)));
+  return either(a < 0.625f, small, x < 0.0f ? -large : large);
 }
 
 CUTLASS_HOST_DEVICE float erf(float x) {
@@ -172,7 +216,7 @@ CUTLASS_HOST_DEVICE float erf(float x) {
   q = add(mul(t, q), 0.635846317f);
   q = add(mul(t, q), 1.12847555f);
   float const large = sub(1.0f, exp(-mul(t, q)));
-  return a < 1.0f ? small : x < 0.0f ? -large : large;
+  return either(a < 1.0f, small, x < 0.0f ? -large : large);
 }
 
 #if !defined(__CUDACC_RTC__)

@@ -366,68 +366,74 @@ struct MixedInputDirectEpilogue<Config, epilogue::GeneratedColumnsEpilogue<Types
         load(slice + 1);
       }
 
-      Registers<kHalves> results[kOutputs];
-      CUTLASS_PRAGMA_UNROLL
-      for (int block = 0; block < kBlocks; ++block) {
-        int const token = slice * kSliceTokens + block * 8 + lane % 4 * 2;
-        float2 const alpha_rows =
-            *reinterpret_cast<float2 const*>(vectors + kAlphaRow * Config::kTokens + token);
-        float row_inputs[2][Epilogue::kRowElements];
-        Inputs::of_two_rows(args, shared, coord, token, row_inputs);
-        if constexpr (generated::kTakesC && kPairs && !kHalves) {
+      if constexpr (generated::kTakesC && kPairs && !kHalves) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int block = 0; block < kBlocks; ++block) {
           exchange(has_up, c[block][0], c[block][1]);
         }
-        // The terms of an element of one of the two columns: of token 0 or 1 of the two.
-        auto const terms_of = [&](int column, int of_token) {
-          epilogue::Terms terms = columns.common;
-          terms.row = of_token == 0 ? alpha_rows.x : alpha_rows.y;
-          terms.col = columns.per_column[kAlphaCol][column];
-          terms.bias = columns.per_column[kBias][column];
-          if constexpr (generated::kTakesC) {
-            terms.c =
-                epilogue::generated_element<kTypes.output>(c[block][kHalves ? 0 : column] >> of_token * 16);
-          }
-          epilogue::generated_for<generated::kRowInputs>(
-              [&](auto v) { terms.rows[v] = row_inputs[of_token][v]; });
-          epilogue::generated_for<generated::kColumnInputs>(
-              [&](auto v) { terms.columns[v] = columns.inputs[v][column]; });
-          epilogue::generated_for<generated::kMatrixInputs>([&](auto v) {
-            uint32_t const bits = of_matrices[v][block][kPairs ? 0 : column];
-            terms.matrices[v] = epilogue::generated_element<kTypes.matrices[v]>(bits >> of_token * 16);
-          });
-          return terms;
-        };
-        float values[kOutputs][2][2];  // of the two columns, or of the first if D has one for both
-        auto const keep = [&](int column, int of_token, epilogue::Results const& of) {
-          CUTLASS_PRAGMA_UNROLL
-          for (int i = 0; i < generated::kResults; ++i) {
-            values[0][column + i][of_token] = of.d[i];
-            epilogue::generated_for<generated::kNumAux>(
-                [&](auto v) { values[1 + v][column + i][of_token] = of.aux[v][i]; });
-          }
-        };
-        CUTLASS_PRAGMA_UNROLL
-        for (int of_token = 0; of_token < 2; ++of_token) {
-          float first = sums[block * 4 + of_token] * kScale;
-          float second = sums[block * 4 + 2 + of_token] * kScale;
-          if constexpr (kPairs) {
-            exchange(has_up, first, second);
-            keep(0, of_token, epilogue::apply(first, second, terms_of(0, of_token), terms_of(1, of_token)));
-          } else {
-            keep(0, of_token, epilogue::apply(first, terms_of(0, of_token)));
-            keep(1, of_token, epilogue::apply(second, terms_of(1, of_token)));
-          }
-        }
-        epilogue::generated_for<kOutputs>([&](auto o) {
-          CUTLASS_PRAGMA_UNROLL
-          for (int i = 0; i < (kHalves ? 1 : 2); ++i) {
-            results[o][block][i] = epilogue::generated_pair<type_of(o)>(values[o][i][0], values[o][i][1]);
-          }
-          if constexpr (kPairs && !kHalves) {
-            exchange(has_up, results[o][block][0], results[o][block][1]);
-          }
-        });
       }
+      Registers<kHalves> results[kOutputs];
+      epilogue::generated_evaluate</*kWarp=*/true>([&](auto& divide) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int block = 0; block < kBlocks; ++block) {
+          int const token = slice * kSliceTokens + block * 8 + lane % 4 * 2;
+          float2 const alpha_rows =
+              *reinterpret_cast<float2 const*>(vectors + kAlphaRow * Config::kTokens + token);
+          float row_inputs[2][Epilogue::kRowElements];
+          Inputs::of_two_rows(args, shared, coord, token, row_inputs);
+          // The terms of an element of one of the two columns: of token 0 or 1 of the two.
+          auto const terms_of = [&](int column, int of_token) {
+            epilogue::Terms terms = columns.common;
+            terms.row = of_token == 0 ? alpha_rows.x : alpha_rows.y;
+            terms.col = columns.per_column[kAlphaCol][column];
+            terms.bias = columns.per_column[kBias][column];
+            if constexpr (generated::kTakesC) {
+              terms.c =
+                  epilogue::generated_element<kTypes.output>(c[block][kHalves ? 0 : column] >> of_token * 16);
+            }
+            epilogue::generated_for<generated::kRowInputs>(
+                [&](auto v) { terms.rows[v] = row_inputs[of_token][v]; });
+            epilogue::generated_for<generated::kColumnInputs>(
+                [&](auto v) { terms.columns[v] = columns.inputs[v][column]; });
+            epilogue::generated_for<generated::kMatrixInputs>([&](auto v) {
+              uint32_t const bits = of_matrices[v][block][kPairs ? 0 : column];
+              terms.matrices[v] = epilogue::generated_element<kTypes.matrices[v]>(bits >> of_token * 16);
+            });
+            return terms;
+          };
+          float values[kOutputs][2][2];  // of the two columns, or of the first if D has one for both
+          auto const keep = [&](int column, int of_token, epilogue::Results const& of) {
+            CUTLASS_PRAGMA_UNROLL
+            for (int i = 0; i < generated::kResults; ++i) {
+              values[0][column + i][of_token] = of.d[i];
+              epilogue::generated_for<generated::kNumAux>(
+                  [&](auto v) { values[1 + v][column + i][of_token] = of.aux[v][i]; });
+            }
+          };
+          CUTLASS_PRAGMA_UNROLL
+          for (int of_token = 0; of_token < 2; ++of_token) {
+            float first = sums[block * 4 + of_token] * kScale;
+            float second = sums[block * 4 + 2 + of_token] * kScale;
+            if constexpr (kPairs) {
+              exchange(has_up, first, second);
+              keep(0, of_token,
+                   epilogue::apply(first, second, terms_of(0, of_token), terms_of(1, of_token), divide));
+            } else {
+              keep(0, of_token, epilogue::apply(first, terms_of(0, of_token), divide));
+              keep(1, of_token, epilogue::apply(second, terms_of(1, of_token), divide));
+            }
+          }
+          epilogue::generated_for<kOutputs>([&](auto o) {
+            CUTLASS_PRAGMA_UNROLL
+            for (int i = 0; i < (kHalves ? 1 : 2); ++i) {
+              results[o][block][i] = epilogue::generated_pair<type_of(o)>(values[o][i][0], values[o][i][1]);
+            }
+            if constexpr (kPairs && !kHalves) {
+              exchange(has_up, results[o][block][0], results[o][block][1]);
+            }
+          });
+        }
+      });
       epilogue::generated_for<kOutputs>([&](auto o) {
         if constexpr (o == 0) {
           outputs.store(slice, next_buffer(), results[o], args.d, args.d_row_stride);

@@ -188,17 +188,19 @@ class Sm90GemmGeneratedEpilogue : public Sm90GemmEpilogue<Config> {
         epilogue::generated_for<generated::kNumAux>([&](auto v) { results[1 + v][at + i] = of.aux[v][i]; });
       }
     };
-    if constexpr (generated::kPairs) {
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kSums; i += 2) {
-        keep(kHalves ? i / 2 : i, epilogue::apply(z[i], z[i + 1], terms_of(i), terms_of(i + 1)));
+    epilogue::generated_evaluate</*kWarp=*/false>([&](auto& divide) {
+      if constexpr (generated::kPairs) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < kSums; i += 2) {
+          keep(kHalves ? i / 2 : i, epilogue::apply(z[i], z[i + 1], terms_of(i), terms_of(i + 1), divide));
+        }
+      } else {
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < kSums; ++i) {
+          keep(i, epilogue::apply(z[i], terms_of(i), divide));
+        }
       }
-    } else {
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kSums; ++i) {
-        keep(i, epilogue::apply(z[i], terms_of(i)));
-      }
-    }
+    });
   }
 
   /// This thread's first column of a block of 8 of the product, counted from that of the tile.

@@ -52,7 +52,8 @@ struct Results {{
 }};
 
 {comment}
-CUTLASS_HOST_DEVICE Results apply({parameters}) {{
+template <class Divide>
+CUTLASS_HOST_DEVICE Results apply({parameters}, Divide& divide) {{
 {body}
 }}
 
@@ -72,6 +73,7 @@ def header(program: Program) -> str:
     """The text of the header of a program."""
     constants = {
         "bool kPairs": _bool(program.pairs),
+        "bool kDivides": _bool(any(node.op == "div" for node in program.nodes)),
         "int kResults": len(program.results),
         "int kNumAux": len(program.aux),
         **{f"int {name}": program.count(kind) for kind, name in _COUNTS.items()},
@@ -120,7 +122,8 @@ def _expression(node: Node, program: Program) -> str:
         return f"{terms}.{node.op}[{node.place}]"
     if node.op == "constant":
         return _constant(node.number)
-    return f"op::{node.op}({', '.join(f'v{i}' for i in node.args)})"
+    function = "divide" if node.op == "div" else f"op::{node.op}"
+    return f"{function}({', '.join(f'v{i}' for i in node.args)})"
 
 
 def _constant(number: float) -> str:

@@ -51,6 +51,7 @@ _RULES: dict[str, _Rule] = {
     "maximum": lambda d, y, a, b: _of_choice(a >= b, d),
     "sqrt": lambda d, y, x: (0.5 * d / y,),
     "exp": lambda d, y, x: (d * y,),
+    "times_logistic": lambda d, y, z, u: (d * f.sigmoid(u), d * y * (1.0 - f.sigmoid(u))),
     "tanh": lambda d, y, x: (d * (1.0 - y * y),),
     "erf": lambda d, y, x: (d * (2 / math.sqrt(math.pi) * f.exp(-(x * x))),),
     "cast_bf16": lambda d, y, x: (d,),

@@ -117,12 +117,12 @@ def cast(x: Value, dtype: torch.dtype) -> Value:
 
 def sigmoid(x: Value) -> Value:
     """1 / (1 + exp(-x))."""
-    return 1.0 / (1.0 + exp(-x))
+    return trace.apply("times_logistic", 1.0, x)
 
 
 def silu(x: Value) -> Value:
     """x / (1 + exp(-x)), the activation "silu"."""
-    return x / (1.0 + exp(-x))
+    return trace.apply("times_logistic", x, x)
 
 
 def gelu(x: Value) -> Value:
@@ -132,13 +132,13 @@ def gelu(x: Value) -> Value:
     p = s * last + powers.pop()
     for g in reversed(powers):
         p = s * p + g
-    return x / (1.0 + exp(-(x * p)))
+    return trace.apply("times_logistic", x, x * p)
 
 
 def gelu_tanh(x: Value) -> Value:
     """The approximation of gelu by tanh, the activation "gelu_tanh"."""
     c1, c3 = activations.GELU_TANH
-    return x / (1.0 + exp(-(x * (c1 + c3 * (x * x)))))
+    return trace.apply("times_logistic", x, x * (c1 + c3 * (x * x)))
 
 
 def relu(x: Value) -> Value:

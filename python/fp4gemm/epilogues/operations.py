@@ -4,6 +4,7 @@ An operation has float32 numbers (VALUE) and truth values (MASK). Each arithmeti
 nearest even, and none is contracted with another. These are made of such operations:
 
 * exp(x): the exponential function of fp4gemm.activations, of x clamped to -87..87
+* times_logistic(z, u): z / (1 + exp(-u)); |u| is at most 2 |z| where |z| < 2^-26
 * tanh(x): x + x s P(s), s = x x, for |x| < 0.625; else 1 - 2 / (exp(2 |x|) + 1), with the sign of x
 * erf(x): x + x Q(s) for |x| < 1; else 1 - exp(-t R(t)), t = min(|x|, 4), with the sign of x
 
@@ -53,6 +54,10 @@ def _polynomial(coefficients: tuple[float, ...], x: Tensor) -> Tensor:
 
 def exp(x: Tensor) -> Tensor:
     return exp_of_minus(x.neg())
+
+
+def times_logistic(z: Tensor, u: Tensor) -> Tensor:
+    return z / (exp_of_minus(u) + 1)
 
 
 def tanh(x: Tensor) -> Tensor:
@@ -120,6 +125,7 @@ OPERATIONS = {
     "maximum": Operation("vv", VALUE, maximum),
     "sqrt": Operation("v", VALUE, sqrt),
     "exp": Operation("v", VALUE, exp),
+    "times_logistic": Operation("vv", VALUE, times_logistic),
     "tanh": Operation("v", VALUE, tanh),
     "erf": Operation("v", VALUE, erf),
     "cast_bf16": Operation("v", VALUE, lambda x: x.to(torch.bfloat16).float()),
