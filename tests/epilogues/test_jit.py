@@ -17,7 +17,7 @@ FORMULA = """
 #include "cutlass_evt/epilogue/arithmetic.hpp"
 namespace cutlass_evt::generated {
 constexpr bool kPairs = false, kDivides = false, kTakesBias = true, kTakesC = true;
-constexpr int kResults = 1, kNumAux = 1;
+constexpr int kOperations = 6, kResults = 1, kNumAux = 1;
 constexpr int kRowInputs = 1, kColumnInputs = 1, kGroupInputs = 0, kMatrixInputs = 1, kScalars = 1;
 struct Terms {
   float alpha, row, col, bias, c;

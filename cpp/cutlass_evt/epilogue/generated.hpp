@@ -12,6 +12,7 @@
 //                        both elements of the pair get it
 //   Results              d[kResults] and aux[kNumAux][kResults]
 //   kDivides             whether apply calls divide
+//   kOperations          about as many instructions as apply has
 //   apply                Results of (acc, terms, divide), or of (acc0, acc1, terms0, terms1, divide), where
 //                        divide is an op::Division
 #pragma once

@@ -147,8 +147,10 @@ struct MixedInputEpilogueInputs<Config, epilogue::GeneratedColumnsEpilogue<Types
 
 /// The direct epilogue of a formula: the arithmetic is where the accumulators are, and all matrices go
 /// through shared memory, C and the formula's matrices on the way of D backwards. Pairs are neighbouring
-/// columns of the product, which lanes 4 apart exchange as in store_pairs of the general template. A loop
-/// over slices keeps the code, and the seconds that it takes to compile, small.
+/// columns of the product, which lanes 4 apart exchange as in store_pairs of the general template. The loop
+/// over slices is unrolled for formulas of few operations: registers cannot be indexed at run time, so that a
+/// loop selects the sums of a slice among all. With more operations the code would not fit in the
+/// instruction cache.
 template <class Config, class Types>
 struct MixedInputDirectEpilogue<Config, epilogue::GeneratedColumnsEpilogue<Types>> {
   using Epilogue = epilogue::GeneratedColumnsEpilogue<Types>;
@@ -333,7 +335,8 @@ struct MixedInputDirectEpilogue<Config, epilogue::GeneratedColumnsEpilogue<Types
     MixedInputDirectRows<Config, false>::sync();
     TwoColumns const columns(args, shared, coord, first_chunk, n);
 
-    CUTLASS_PRAGMA_NO_UNROLL
+    constexpr int kEvaluations = Config::kTokens / (kPairs ? 4 : 2);  // of a thread
+#pragma unroll(generated::kOperations* kEvaluations <= 4096 ? kSlices : 1)
     for (int slice = 0; slice < kSlices; ++slice) {
       if (slice > 0 && slice * kSliceTokens >= tokens) {
         return;

@@ -23,6 +23,8 @@ _COUNTS = {
     "matrices": "kMatrixInputs",
     "scalars": "kScalars",
 }
+# About as many instructions as an operation has on a GPU, where there is more than one.
+_INSTRUCTIONS = {"div": 24, "sqrt": 16, "exp": 20, "times_logistic": 30, "tanh": 55, "erf": 50}
 _OF_ODD_COLUMN = ("col", "bias", "c")  # read from the terms of the odd column where their place is 1
 
 _TEMPLATE = """\
@@ -74,6 +76,7 @@ def header(program: Program) -> str:
     constants = {
         "bool kPairs": _bool(program.pairs),
         "bool kDivides": _bool(any(node.op == "div" for node in program.nodes)),
+        "int kOperations": sum(_INSTRUCTIONS.get(node.op, 1) for node in program.nodes if node.args),
         "int kResults": len(program.results),
         "int kNumAux": len(program.aux),
         **{f"int {name}": program.count(kind) for kind, name in _COUNTS.items()},
