@@ -22,19 +22,6 @@ class Sm90GemmGeneratedEpilogue : public Sm90GemmEpilogue<Config> {
 
   CUTLASS_DEVICE Sm90GemmGeneratedEpilogue(Params const& p, Shared& shared) : Base(p, shared), params_(p) {}
 
-  /// As that of Sm90GemmEpilogue, one tile ahead of the consumers. The inputs by column have no place in a
-  /// work item: they are brought to the L1 cache, from which the consumers load them after the mainloop.
-  CUTLASS_DEVICE static void write_item(Params const& p, Sm90GemmTile const& tile, WorkItem& item) {
-    int const column = tile.column + static_cast<int>(threadIdx.x % 32) * kLineElems;
-    if (column < min(tile.column + Config::kColumns, p.n)) {
-      epilogue::generated_for<generated::kColumnInputs>([&](auto v) {
-        int64_t const at = epilogue::generated_input_columns(column);
-        asm volatile("prefetch.global.L1 [%0];" ::"l"(p.inputs.columns[v].at(tile.group, at)));
-      });
-    }
-    Base::write_item(p, tile, item);
-  }
-
   /// Stores this warp's rows of a tile, as that of Sm90GemmEpilogue.
   template <class Accumulators>
   CUTLASS_DEVICE void store(WorkItem const& item, Accumulators const& accumulators) {
@@ -57,7 +44,6 @@ class Sm90GemmGeneratedEpilogue : public Sm90GemmEpilogue<Config> {
   static constexpr GeneratedTypes kTypes = Types::kTypes;
   static constexpr int kOutputs = 1 + generated::kNumAux;                         // D, then the others
   static constexpr bool kHalves = generated::kPairs && generated::kResults == 1;  // D has n / 2 columns
-  static constexpr int kLineElems = 32;  // of an input by column, in a line of the cache
   static constexpr int kAtLeast1(int count) { return count > 0 ? count : 1; }
 
   static constexpr int bytes_of(OutputType type) { return type == OutputType::kFp32 ? 4 : 2; }
