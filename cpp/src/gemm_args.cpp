@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <cstdio>
 
+#include "extent.hpp"
+
 namespace fp4gemm {
 namespace {
 
@@ -219,6 +221,137 @@ fp4gemm_status_t check_generated_pointers(GemmArgs const& args) {
   return FP4GEMM_SUCCESS;
 }
 
+int element_bits(fp4gemm_format_t format) {
+  switch (format) {
+    case FP4GEMM_FORMAT_NVFP4:
+    case FP4GEMM_FORMAT_MXFP4: return 4;
+    case FP4GEMM_FORMAT_E4M3:
+    case FP4GEMM_FORMAT_MXFP8: return 8;
+    case FP4GEMM_FORMAT_FP32: return 32;
+    default: return 16;
+  }
+}
+
+/// The values or codes of an operand of (rows, k) for each matrix. Only an A that is quantized has a stride.
+Extent extent_of(fp4gemm_operand_t const& operand, int64_t matrices, int64_t rows, int64_t k,
+                 int64_t row_stride = 0) {
+  if (operand.format == FP4GEMM_FORMAT_PREPACKED) {
+    return Extent::of_bytes(operand.data, matrices * fp4gemm_prepacked_bytes(rows, k));
+  }
+  if (operand.format == FP4GEMM_FORMAT_PREPACKED_FP8) {
+    return Extent::of_bytes(operand.data, matrices * fp4gemm_prepacked_fp8_bytes(rows, k));
+  }
+  int const bits = element_bits(operand.format);
+  return row_stride > k ? Extent::of_rows(operand.data, rows, k, row_stride, bits / 8)
+                        : Extent::of_bytes(operand.data, matrices * rows * k * bits / 8);
+}
+
+/// The block scales of an operand, of scale_rows rows, padding included.
+Extent extent_of_scales(fp4gemm_operand_t const& operand, int64_t scale_rows, int64_t k) {
+  int64_t const blocks = k / (is_mx(operand.format) ? Rules::kMxK : kBlock);
+  return Extent::of_bytes(operand.scales, scale_rows * num_words_of(blocks) * kScaleWord);
+}
+
+Extent extent_of(fp4gemm_vector_t const& vector, GemmArgs const& args) {
+  int64_t const elems = (is_grouped(args) ? args.num_groups - 1 : 0) * vector.group_stride + vector.numel;
+  return Extent::of_bytes(vector.data, elems * static_cast<int64_t>(sizeof(float)));
+}
+
+Extent extent_of(fp4gemm_generated_matrix_t const& matrix, GemmArgs const& args, int64_t columns) {
+  return Extent::of_rows(matrix.data, num_d(args) * args.m, columns, matrix.row_stride,
+                         dtype_bytes(matrix.dtype));
+}
+
+/// Refuses an output that overlaps what the call reads, or another output. A kernel writes parts of D while
+/// it still reads what it needs for other parts.
+class Apart {
+ public:
+  explicit Apart(GemmArgs const& args) : args_(args) {
+    int64_t const bytes_of_offs = args.num_groups * static_cast<int64_t>(sizeof(float));
+    int64_t const rows_of_a = args.a_rows == nullptr ? args.m : args.a_num_rows;
+    int64_t const stride_of_a = quantizes_a(args) ? a_row_stride(args) : 0;
+    add("a", extent_of(args.a, 1, rows_of_a, args.k, stride_of_a));
+    add("b", extent_of(args.b, num_b(args), args.n, args.k));
+    bool const by_group = is_ragged_m(args);
+    add("scale_a",
+        extent_of_scales(args.a, scale_rows_of(args.m, by_group ? args.offs : nullptr, args.num_groups),
+                         args.k));
+    add("scale_b", extent_of_scales(args.b, num_b(args) * scale_rows_of(args.n), args.k));
+    add("offs", Extent::of_bytes(args.offs, bytes_of_offs));
+    add("a_rows", Extent::of_bytes(args.a_rows, args.m * static_cast<int64_t>(sizeof(int32_t))));
+    add("alpha_groups", Extent::of_bytes(args.alpha_groups, bytes_of_offs));
+    add("alpha_row", extent_of(args.alpha_row, args));
+    add("alpha_col", extent_of(args.alpha_col, args));
+    add("bias", extent_of(args.bias, args));
+    if (args.generated != nullptr) {
+      add_inputs(*args.generated);
+    }
+  }
+
+  fp4gemm_status_t check() {
+    int64_t const rows = num_d(args_) * args_.m;
+    int64_t const columns = columns_of_d(args_);
+    int const bytes = dtype_bytes(args_.out_dtype);
+    Extent const c = Extent::of_rows(args_.c, rows, columns, args_.c_row_stride, bytes);
+    Extent const d = Extent::of_rows(args_.d, rows, columns, args_.d_row_stride, bytes);
+    int const num_aux = args_.generated == nullptr ? 0 : args_.generated->num_aux;
+    FP4GEMM_TRY(check("d", d));
+    FP4GEMM_CHECK(!overlap(c, d) || (num_aux == 0 && c.is_same(d)), "c: overlaps d, must be %sapart from it",
+                  num_aux == 0 ? "d itself or " : "");
+    add("c", c);
+    add("d", d);
+    for (int i = 0; i < num_aux; ++i) {
+      Extent const aux = extent_of(args_.generated->aux[i], args_, columns);
+      FP4GEMM_TRY(check("generated.aux", aux));
+      add("generated.aux", aux);
+    }
+    return FP4GEMM_SUCCESS;
+  }
+
+ private:
+  struct Named {
+    char const* name;
+    Extent extent;
+  };
+  static constexpr int kMost =
+      12 + 3 * FP4GEMM_GENERATED_MOST_VECTORS + FP4GEMM_GENERATED_MOST_MATRICES + FP4GEMM_GENERATED_MOST_AUX;
+
+  void add(char const* name, Extent const& extent) {
+    if (!extent.is_empty()) {
+      named_[num_++] = {name, extent};
+    }
+  }
+
+  void add_inputs(fp4gemm_generated_t const& generated) {
+    int64_t const columns = generated.takes_pairs != 0 ? args_.n / 2 : args_.n;
+    for (int i = 0; i < generated.num_rows; ++i) {
+      add("generated.rows", extent_of(generated.rows[i], args_));
+    }
+    for (int i = 0; i < generated.num_columns; ++i) {
+      add("generated.columns", extent_of(generated.columns[i], args_));
+    }
+    for (int i = 0; i < generated.num_groups; ++i) {
+      add("generated.groups",
+          Extent::of_bytes(generated.groups[i], args_.num_groups * static_cast<int64_t>(sizeof(float))));
+    }
+    for (int i = 0; i < generated.num_matrices; ++i) {
+      add("generated.matrices", extent_of(generated.matrices[i], args_, columns));
+    }
+  }
+
+  fp4gemm_status_t check(char const* name, Extent const& written) const {
+    for (int i = 0; i < num_; ++i) {
+      FP4GEMM_CHECK(!overlap(named_[i].extent, written), "%s: overlaps %s, must be apart from it", name,
+                    named_[i].name);
+    }
+    return FP4GEMM_SUCCESS;
+  }
+
+  GemmArgs const& args_;
+  Named named_[kMost];
+  int num_ = 0;
+};
+
 static_assert(FP4GEMM_GENERATED_MOST_VECTORS == cutlass_evt::kMostGeneratedVectors &&
                   FP4GEMM_GENERATED_MOST_MATRICES == cutlass_evt::kMostGeneratedMatrices &&
                   FP4GEMM_GENERATED_MOST_SCALARS == cutlass_evt::kMostGeneratedScalars &&
@@ -393,7 +526,8 @@ fp4gemm_status_t check_gemm_pointers(GemmArgs const& args) {
   if (args.generated != nullptr) {
     FP4GEMM_TRY(check_generated_pointers(args));
   }
-  return check_row_stride("d_row_stride", args.d_row_stride, columns_of_d(args), bytes);
+  FP4GEMM_TRY(check_row_stride("d_row_stride", args.d_row_stride, columns_of_d(args), bytes));
+  return Apart(args).check();
 }
 
 }  // namespace fp4gemm

@@ -4,6 +4,8 @@
 #include <new>
 
 #include "checks.hpp"
+#include "extent.hpp"
+#include "fp4gemm/generated.h"
 #include "kernel.hpp"
 
 namespace {
@@ -32,7 +34,7 @@ fp4gemm_gemm_args_t good_gemm() {
   args.k = 32;
   args.a = {address(), address(), FP4GEMM_FORMAT_NVFP4};
   args.b = args.a;
-  args.d = address();
+  args.d = address(65536);
   args.d_row_stride = 8;
   return args;
 }
@@ -139,6 +141,150 @@ void test_gemm_pointer_errors() {
       },
       "d_row_stride: is 4611686018427387904, must be at most");
   bad_call("c_row_stride", [](Args& a) { a.c_row_stride = 8; }, "c_row_stride: is 8, must be 0 without c");
+}
+
+/// D, and what a formula writes, are apart from all that is read; c may be D itself.
+void test_outputs_are_apart() {
+  using Args = fp4gemm_gemm_args_t;
+  // 4 rows of codes (64 bytes), scales (512), D (4 rows of 16 bytes that are 32 apart), and numbers.
+  auto const at = [](int offset) { return static_cast<float*>(address(offset)); };
+  auto const call = [&](auto change, char const* text) {
+    bad_call(
+        text,
+        [&](Args& a) {
+          a.a = {at(0), at(1024), FP4GEMM_FORMAT_NVFP4};
+          a.b = {at(2048), at(4096), FP4GEMM_FORMAT_NVFP4};
+          a.alpha_row = {at(5120), 4, 0};
+          a.alpha_col = {at(6144), 8, 0};
+          a.bias = {at(7168), 8, 0};
+          a.d = at(8192);
+          a.d_row_stride = 16;
+          change(a);
+        },
+        text);
+  };
+  call([&](Args& a) { a.d = at(48); }, "d: overlaps a, must be apart from it");
+  call([&](Args& a) { a.d = at(2048 - 96); }, "d: overlaps b,");
+  call([&](Args& a) { a.d = at(1024 + 496); }, "d: overlaps scale_a,");
+  call([&](Args& a) { a.d = at(4096 + 496); }, "d: overlaps scale_b,");
+  call([&](Args& a) { a.d = at(5120); }, "d: overlaps alpha_row,");
+  call([&](Args& a) { a.d = at(6144 + 16); }, "d: overlaps alpha_col,");
+  call([&](Args& a) { a.bias.data = at(8192 + 96); }, "d: overlaps bias,");
+  call(
+      [&](Args& a) {
+        a.c = at(8192 + 32);
+        a.c_row_stride = 16;
+      },
+      "c: overlaps d, must be d itself or apart from it");
+  call(
+      [&](Args& a) {
+        a.c = at(8192);
+        a.c_row_stride = 24;
+      },
+      "c: overlaps d,");
+  // A prepacked weight, and tokens with a stride that the call quantizes.
+  call(
+      [&](Args& a) {
+        a.b = {at(16384), nullptr, FP4GEMM_FORMAT_PREPACKED};
+        a.d = at(16384 + 2304 - 16);
+      },
+      "d: overlaps b,");
+  call(
+      [&](Args& a) {
+        a.a = {at(8192 + 96 + 15 * 16 - 4096), nullptr, FP4GEMM_FORMAT_BF16};
+        a.alpha_row = {};
+        a.quantize_a = FP4GEMM_QUANTIZE_A_ROW;
+        a.a_row_stride = 1024;
+      },
+      "d: overlaps a,");
+  auto const grouped = [&](Args& a) {
+    a.k = 64;
+    a.num_groups = 2;
+    a.offs = reinterpret_cast<int32_t*>(at(12288));
+    a.b.data = at(16384);
+    a.b.scales = at(20480);
+    a.a.scales = at(24576);
+  };
+  call(
+      [&](Args& a) {
+        grouped(a);
+        a.d = at(12288);
+      },
+      "d: overlaps offs,");
+  call(
+      [&](Args& a) {
+        grouped(a);
+        a.alpha_groups = at(8192);
+      },
+      "d: overlaps alpha_groups,");
+  call(
+      [&](Args& a) {  // each group has a matrix of 8 rows of 32 bytes, and scales of 128 rows
+        grouped(a);
+        a.d = at(16384 + 2 * 8 * 32 - 16);
+      },
+      "d: overlaps b,");
+  call(
+      [&](Args& a) {
+        grouped(a);
+        a.d = at(20480 + 2 * 512 - 16);
+      },
+      "d: overlaps scale_b,");
+  call(
+      [&](Args& a) {  // the scales of each group begin at a multiple of 128 rows
+        grouped(a);
+        a.d = at(24576 + 2 * 512 - 16);
+      },
+      "d: overlaps scale_a,");
+
+  fp4gemm_generated_t generated = FP4GEMM_GENERATED_INIT;
+  generated.num_matrices = generated.num_aux = generated.takes_c = 1;
+  auto const formula = [&](int matrix, int aux, int c, char const* text) {
+    Args a = good_gemm();
+    a.c = at(c);
+    a.c_row_stride = 8;
+    generated.matrices[0] = {at(matrix), 8, FP4GEMM_FP32};
+    generated.aux[0] = {at(aux), 16, FP4GEMM_BF16};
+    fp4gemm_cast_t const cast = FP4GEMM_CAST_INIT;
+    expect_error(text, fp4gemm_gemm_generated(&a, &cast, &generated, nullptr, 0, 0, nullptr),
+                 FP4GEMM_ERROR_INVALID_ARGUMENT, text);
+  };
+  formula(65536 + 48, 16384, 8192, "d: overlaps generated.matrices,");
+  formula(32768, 65536 + 48, 8192, "generated.aux: overlaps d,");
+  formula(32768, 32768 + 112, 8192, "generated.aux: overlaps generated.matrices,");
+  formula(32768, 8192 + 48, 8192, "generated.aux: overlaps c,");
+  formula(32768, 16384, 65536, "c: overlaps d, must be apart from it");
+}
+
+void test_extents() {
+  using fp4gemm::Extent;
+  using fp4gemm::overlap;
+  auto const rows = [](int offset, int64_t count, int64_t width, int64_t stride) {
+    return Extent::of_rows(address(offset), count, width, stride, 1);
+  };
+  struct Case {
+    Extent x, y;
+    bool wanted;
+    char const* what;
+  };
+  Case const cases[] = {
+      {rows(0, 4, 16, 16), rows(64, 4, 16, 16), false, "adjacent"},
+      {rows(0, 4, 16, 16), rows(48, 4, 16, 16), true, "a row in common"},
+      {rows(0, 4, 16, 64), rows(16, 4, 48, 64), false, "columns of one buffer"},
+      {rows(16, 4, 48, 64), rows(0, 4, 16, 64), false, "columns of one buffer, in the other order"},
+      {rows(0, 4, 32, 64), rows(16, 4, 48, 64), true, "columns in common"},
+      {rows(0, 4, 16, 64), rows(48, 4, 32, 64), true, "columns that go on in the next row"},
+      {rows(0, 4, 16, 64), rows(144, 1, 48, 48), false, "a row in the columns that are left"},
+      {rows(144, 1, 49, 49), rows(0, 4, 16, 64), true, "a row that is too long for them"},
+      {rows(0, 4, 16, 64), rows(16, 4, 16, 48), true, "other strides"},
+      {rows(0, 0, 16, 16), rows(0, 4, 16, 16), false, "no rows"},
+      {rows(0, 4, 0, 16), rows(0, 4, 16, 16), false, "no columns"},
+      {rows(64, 2, 16, INT64_MAX / 2), rows(0, 1, 16, 16), false, "before a stride that is too large"},
+      {rows(0, 9, 16, INT64_MAX / 2), rows(64, 1, 16, 16), false, "in a stride that is too large"},
+  };
+  for (Case const& c : cases) {
+    CHECK(overlap(c.x, c.y) == c.wanted, "%s", c.what);
+    CHECK(overlap(c.y, c.x) == c.wanted, "%s, exchanged", c.what);
+  }
 }
 
 /// No exception leaves the library, not even where a message is made without memory.
@@ -307,6 +453,8 @@ void test_scale_shape_and_texts() {
 int main() {
   test_gemm_errors();
   test_gemm_pointer_errors();
+  test_outputs_are_apart();
+  test_extents();
   test_errors_without_memory();
   test_b_is_fresh();
   test_grouped_errors();

@@ -209,10 +209,10 @@ def no_overlap(c: Tensor, out: Tensor) -> None:
 
 
 def overlap(x: Tensor, y: Tensor) -> bool:
-    """Whether two matrices, or stacks of them, with equally many rows overlap in memory.
+    """Whether two vectors, matrices, or stacks of matrices overlap in memory.
 
     Two column ranges of one buffer that have no column in common do not overlap, although their rows
-    alternate in memory.
+    alternate in memory. ``cpp/src/extent.hpp`` has the same rule for calls on a GPU.
     """
     if not has_memory(x) or not has_memory(y) or x.numel() == 0 or y.numel() == 0:
         return False
@@ -224,6 +224,10 @@ def overlap(x: Tensor, y: Tensor) -> bool:
     distance = at_x - at_y
     if distance >= span_y or -distance >= span_x:
         return False
+    if span_x == width_x:  # a single row has no stride of its own
+        stride_x = stride_y
+    elif span_y == width_y:
+        stride_y = stride_x
     return stride_x != stride_y or not width_y <= distance % stride_x <= stride_x - width_x
 
 

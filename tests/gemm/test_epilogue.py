@@ -229,10 +229,28 @@ def test_out_is_apart_from_what_is_read(device: torch.device, gen: torch.Generat
     with pytest.raises(ValueError, match=r"^out: overlaps bias, must be apart from it"):
         fp4gemm.mm(x, w, bias=wide[47], out=wide[:48])
     fp4gemm.mm(x, w, bias=wide[48], out=wide[:48])
+    wider = torch.zeros(48, 128, device=device)
+    want = fp4gemm.mm(x, w, out_dtype=torch.float32)
+    assert torch.equal(fp4gemm.mm(x, w, bias=wider[47, 64:], out=wider[:, :64]), want)
     codes = torch.zeros(64 * 64, device=device, dtype=torch.bfloat16)
     data = codes.view(torch.uint8)[: q.codes.numel()].view(q.codes.dtype).view(q.codes.shape).copy_(q.codes)
     with pytest.raises(ValueError, match=r"^out: overlaps the first operand, must be apart from it"):
         fp4gemm.scaled_mm(data, q.codes, q.scales, q.scales, out=codes.view(64, 64))
+
+
+def test_operator_refuses_an_out_that_overlaps(device: torch.device, gen: torch.Generator) -> None:
+    """Also where no Python function is in between."""
+    w = fp4gemm.prepack(fp4gemm.quantize(torch.randn(64, 64, generator=gen).to(device)))
+    x = torch.randn(48, 64, generator=gen).bfloat16().to(device)
+    c = torch.zeros(48, 72, device=device, dtype=torch.bfloat16)
+    error = RuntimeError if device.type == "cuda" else ValueError  # of the C interface, of Python
+    gemm_out = torch.ops.fp4gemm.gemm_out
+    before = x.clone()
+    with pytest.raises(error, match=r"(d: overlaps a|out: overlaps the first operand), must be apart"):
+        gemm_out(x, w.data, b_rows=64, out=x)
+    with pytest.raises(error, match=r"c: overlaps (d|out), must be"):
+        gemm_out(x, w.data, b_rows=64, c=c[:, 8:], out=c[:, :64])
+    assert torch.equal(x, before)
 
 
 def test_c_beside_out_in_one_buffer(device: torch.device, gen: torch.Generator) -> None:

@@ -37,7 +37,7 @@ def arguments(**changed: Any) -> GemmArgs:
         "k": 64,
         "a": Operand(ADDRESS, None, FORMAT_BF16),
         "b": Operand(ADDRESS, ADDRESS, FORMAT_NVFP4),
-        "d": ADDRESS,
+        "d": ADDRESS + 65536,
         "d_row_stride": 8,
         "quantize_a": QUANTIZE_A_ROW,
     }

@@ -603,7 +603,8 @@ typedef struct fp4gemm_gemm_args {
   const void* c;        /* like d, of out_dtype, 16-byte aligned; may be d; or NULL */
   int64_t c_row_stride; /* elements, as d_row_stride; 0 without c */
   float beta;
-  void* d;              /* out (m, n), 16-byte aligned; every element is written, nothing else */
+  void* d; /* out (m, n), 16-byte aligned; every element is written, nothing else. A d that overlaps
+              what the call reads, but for c where that is d itself, is refused */
   int64_t d_row_stride; /* elements, at least n; rows must start on 16-byte boundaries. Ragged in k: D[g+1]
                            begins m * d_row_stride elements after D[g] */
   fp4gemm_dtype_t out_dtype;

@@ -86,7 +86,8 @@ FP4GEMM_API fp4gemm_status_t fp4gemm_generated_load(const fp4gemm_gemm_args_t* a
 
 /* fp4gemm_gemm_with_cast, and the query of its workspace, with the formula in place of the one of
  * fp4gemm_gemm: args->activation is FP4GEMM_ACTIVATION_NONE, and args->beta is not used. n is a multiple of
- * 8, and of 16 with pairs. c may be d where there are no further outputs; no matrix may overlap an output. */
+ * 8, and of 16 with pairs. c may be d where there are no further outputs; an output that overlaps another or
+ * what the call reads is refused. */
 FP4GEMM_API fp4gemm_status_t fp4gemm_gemm_generated_workspace_bytes(const fp4gemm_gemm_args_t* args,
                                                                     const fp4gemm_cast_t* cast,
                                                                     const fp4gemm_generated_t* generated,

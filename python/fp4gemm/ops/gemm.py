@@ -612,6 +612,13 @@ def check_apart(name: str, x: Tensor, others: Iterable[tuple[str, Tensor]]) -> N
             raise ValueError(f"{name}: overlaps {other}, must be apart from it")
 
 
+def check_out_is_apart(out: Tensor, call: GemmCall) -> None:
+    """Raise ValueError if out overlaps a tensor that the call reads, unless that is c and out itself."""
+    check_apart("out", out, tensors_read(call))
+    if call.c is not None:
+        _checks.no_overlap(call.c, out)
+
+
 def _gemm_by(call: GemmCall, out: Tensor | None, product: Product) -> Tensor:
     """Return :func:`gemm`, or write it to out, with another implementation of :func:`multiply`."""
     if out is not None:
@@ -629,9 +636,7 @@ def _gemm_by(call: GemmCall, out: Tensor | None, product: Product) -> Tensor:
         out = torch.empty(shape, dtype=dtype, device=device)
     else:
         check_out(out, shape, None, device, name)
-        check_apart("out", out, tensors_read(call))
-        if c is not None:
-            _checks.no_overlap(c, out)
+        check_out_is_apart(out, call)
     compute(out, call, terms._replace(activation=activation, c=c, beta=fp32(beta, device)), product)
     return out
 
