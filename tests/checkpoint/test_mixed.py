@@ -22,6 +22,7 @@ from fp4gemm.checkpoint import (
     quantize_named,
 )
 from fp4gemm.checkpoint.formats import LAYERS, LayerFormat, LayerName, StoredLayer, read_scheme
+from fp4gemm.checkpoint.report import error_of_layer
 from fp4gemm.commands import main
 from helpers import assert_bits
 from mixed_models import Kind, fp8, name_of, write_nemotron
@@ -66,6 +67,20 @@ def test_the_values_of_a_layer(shape: tuple[int, int], kind: Kind, format: Any) 
         tensors = layer.tensors("a.b", other)  # type: ignore[arg-type]
         assert tensors["a.b.weight_scale"].shape == fp8(w, kind, other)[1].shape
         assert_bits(StoredLayer.read(tensors, "a.b", name).dequantize(), values.bfloat16(), other)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_errors_of_a_layer(kind: Kind) -> None:
+    """The worst element is compared with what the scale of its own block explains."""
+    w = torch.randn(64, 96, generator=torch.Generator().manual_seed(2)) * 2.0**-6
+    codes, scale, values = fp8(w, kind, "modelopt")
+    found = error_of_layer("a", w, StoredLayer(codes, scale, name_of(kind)))
+    assert found.relative_error == pytest.approx(float((values - w).norm() / w.norm()), rel=1e-5)
+    cosine = torch.cosine_similarity(values.flatten(), w.flatten(), 0)
+    assert found.cosine == pytest.approx(float(cosine), rel=1e-5)
+    assert 0.75 < found.worst_element <= 1.001  # w / each is rounded before the code
+    zeros = StoredLayer(torch.zeros_like(codes), torch.zeros_like(scale), name_of(kind))
+    assert error_of_layer("a", torch.zeros_like(w), zeros).worst_element == 0
 
 
 def test_a_channel_is_quantized_as_in_its_definition() -> None:

@@ -261,7 +261,7 @@ def error_of_layer(module: str, weight: Tensor, stored: StoredLayer) -> LayerErr
     n, k = weight.shape
     x, v = weight.double(), stored.dequantize(torch.float32).double()
     squares, values = float(x.square().sum()), float(v.square().sum())
-    scales = LAYERS[stored.layer].expand(stored.scale.double(), n, k)
+    explained = x.abs() / 16 + stored.scale_of_elements().double() * 2.0**-10
     norm = math.sqrt(squares * values)
     return LayerError(
         module,
@@ -272,7 +272,7 @@ def error_of_layer(module: str, weight: Tensor, stored: StoredLayer) -> LayerErr
         0,
         0,
         1.0,
-        float(((v - x).abs() / (x.abs() / 16 + scales * 2.0**-10)).max()),
+        float(((v - x).abs() / explained).nan_to_num(0.0).max()),  # 0 / 0 where the scale is 0
     )
 
 

@@ -220,11 +220,14 @@ class StoredLayer:
             f"{prefix}.{about.scales[0]}": self.scale.reshape(shape),
         }
 
+    def scale_of_elements(self) -> Tensor:
+        """The scale of each element, float32, to broadcast against (n, k)."""
+        about, (n, k) = LAYERS[self.layer], self.codes.shape
+        return about.expand(about.numbers(self.scale), n, k)
+
     def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """cast(fl(code * scale)), (n, k): one rounding to float32, and one to dtype."""
-        about, (n, k) = LAYERS[self.layer], self.codes.shape
-        values = self.codes.float() * about.expand(about.numbers(self.scale), n, k)
-        return values.to(dtype)
+        return (self.codes.float() * self.scale_of_elements()).to(dtype)
 
     def operand(self) -> MXFP8Tensor:
         """The weight of a layer of this library; raises ValueError in a format without such layers."""
