@@ -56,7 +56,7 @@ if not missing_packages():
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
     from train_moe_arms import BF16, GROUPS, arm, arm_names
-    from train_moe_loop import Run, arm_order, checkpoint_path, model_of
+    from train_moe_loop import Run, arm_order, check_arms, checkpoint_path, model_of
     from train_moe_model import SIZES, Size
 
     from bench.measure import machine
@@ -116,15 +116,15 @@ def size_of(args: argparse.Namespace) -> Size:
 def header_of(
     args: argparse.Namespace, size: Size, corpus: corpora.Corpus, device: torch.device, dtype: torch.dtype
 ) -> dict[str, Any]:
-    """The facts of the results file's first line. ValueError for an arm that does not go with the size."""
+    """The facts of the results file's first line."""
     with torch.device("meta"):
-        models = {name: model_of(size, corpus.vocab, arm(name)) for name in (*arm_names(args.arms), BF16)}
+        model = model_of(size, corpus.vocab, arm(BF16))
     return {
         **machine.describe(device),
         "size": args.size,
         "steps": size.steps,
         "branch": args.branch,
-        "parameters": sum(parameter.numel() for parameter in models[BF16].parameters()),
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "tokens_per_step": size.batch * size.length,
         "model": dataclasses.asdict(size),
         "dtype": str(dtype).removeprefix("torch."),
@@ -142,6 +142,7 @@ def train(args: argparse.Namespace, out: Path, console: Console) -> tuple[report
     began = time.monotonic()
     device, size, names = pick_device(args.device), size_of(args), arm_names(args.arms)
     runs = arm_order(names, seeds_of(args.seeds))
+    check_arms(names, size, device)
     if args.branch is not None and not 1 <= args.branch < size.steps:
         raise ValueError(f"--branch: got {args.branch}, must be from 1 to {size.steps - 1}, below the steps")
     if args.checkpoint_every < 0:

@@ -11,9 +11,18 @@ from typing import Any
 import torch
 from fp4gemm.training import mark_step, update_expert_bias
 from torch import Tensor
-from train_moe_arms import BF16, Arm
+from train_moe_arms import BF16, Arm, arm
 from train_moe_corpus import Batches, Corpus
-from train_moe_model import LanguageModel, Size, add_outliers, in_bf16, initialize, quantized_layers, use_fp8
+from train_moe_model import (
+    LanguageModel,
+    Size,
+    add_outliers,
+    check_fp8,
+    in_bf16,
+    initialize,
+    quantized_layers,
+    use_fp8,
+)
 
 WARMUP, FINAL_RATE = 0.05, 0.1  # parts of the steps, and of the learning rate
 WEIGHT_DECAY, CLIP = 0.1, 1.0
@@ -81,6 +90,16 @@ def model_of(size: Size, vocab: int, arm: Arm) -> LanguageModel:
     if "fp8" in arm.model_changes:
         use_fp8(model)
     return model
+
+
+def check_arms(names: Sequence[str], size: Size, device: torch.device) -> None:
+    """Raise ValueError for an arm that does not go with the size or with the device."""
+    arms = [arm(name) for name in names]
+    with torch.device("meta"):
+        for each in arms:
+            model_of(size, 1, each)  # the vocabulary, which the corpus has, is not needed for this
+    if any("fp8" in each.model_changes for each in arms):
+        check_fp8(device)
 
 
 class Run:

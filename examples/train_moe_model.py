@@ -157,6 +157,18 @@ def use_fp8(model: nn.Module) -> None:
         layer.__class__ = FP8Linear
 
 
+def check_fp8(device: torch.device) -> None:
+    """Raise ValueError if the device has no such products; a small one shows it."""
+    x = torch.ones(16, 32, device=device, dtype=torch.bfloat16)
+    try:
+        _fp8_product(x, x, use_fast_accum=True)
+    except (RuntimeError, NotImplementedError) as error:  # of torch; without Triton
+        reason = str(error).splitlines()[0]
+        raise ValueError(
+            f"--arms: fp8 needs a device with products in FP8, but on {device}: {reason}"
+        ) from error
+
+
 @contextmanager
 def in_bf16(model: nn.Module) -> Iterator[None]:
     """Compute the products of every layer that has a recipe in bf16, for as long as the context lasts."""

@@ -7,7 +7,7 @@ import re
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -516,6 +516,27 @@ def test_a_time_limit_and_going_on(
 def test_wrong_arguments(arguments: list[str], says: str, tmp_path: Path, capsys: Any) -> None:
     assert command(tmp_path / "out.jsonl", *arguments) == 1
     assert says in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("small_world")
+def test_arms_are_checked_before_the_corpus_is_read(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(*_: object) -> NoReturn:
+        pytest.fail("the corpus was read")
+
+    def multiply(*_: object, **__: object) -> NoReturn:
+        raise RuntimeError("torch._scaled_mm is only supported on some devices\nand so on")
+
+    monkeypatch.setattr(corpora, "load", load)
+    assert command(tmp_path / "out.jsonl", "--arms", "bf16+fp8") == 1
+    assert "--arms: fp8 needs a size without experts" in capsys.readouterr().err
+    monkeypatch.setattr(fp8, "multiply", multiply)
+    assert command(tmp_path / "out.jsonl", "--size", "dense", "--arms", "bf16+fp8") == 1
+    assert capsys.readouterr().err == (
+        "train_moe: --arms: fp8 needs a device with products in FP8, but on cpu: torch._scaled_mm is only "
+        "supported on some devices\n"
+    )
 
 
 @pytest.mark.usefixtures("small_world")
