@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import fp4gemm
 import pytest
@@ -221,6 +222,40 @@ def test_the_device_is_known_while_another_thread_exchanges_the_buffers() -> Non
     forms = _weight.CODES, _weight.PREPACKED
     for first, then in (forms, forms[::-1]):
         assert nn.Linear._device.fget(Exchanged(first, then)) == torch.device("cpu")
+
+
+READS: dict[str, Callable[[nn.Linear], Any]] = {
+    "weight": lambda layer: layer.weight.codes,
+    "weight_codes": lambda layer: layer.weight_codes,
+    "weight_scales": lambda layer: layer.weight_scales,
+    "dequantize_weight": lambda layer: layer.dequantize_weight(),
+    "pickle": lambda layer: layer.__getstate__()["_buffers"]["weight_codes"],
+    "state_dict": lambda layer: layer.state_dict()["weight_codes"],
+}
+
+
+@pytest.mark.parametrize("read", READS)
+def test_a_weight_is_read_while_another_thread_exchanges_the_buffers(
+    read: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other thread waits until the prepacked bytes were read."""
+    layer = nn.Linear.from_float(float_linear(96, 72))
+    want = READS[read](layer)
+    layer._hold_prepacked(fp8=False)
+    other = threading.Thread(target=layer._hold_canonical)
+    unprepacked = nn.Linear._unprepacked
+
+    def slow(self: nn.Linear) -> fp4gemm.NVFP4Tensor:
+        if other.ident is None:
+            other.start()
+            other.join(0.2)
+        return unprepacked(self)
+
+    monkeypatch.setattr(nn.Linear, "_unprepacked", slow)
+    got = READS[read](layer)
+    other.join()
+    assert layer.weight_prepacked is None
+    assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
 
 
 @pytest.mark.gpu

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -40,6 +42,11 @@ BITS = {
 # thread begins to read what another one is about to free. A device is synchronised before the lock is given
 # up, so that no stream still reads memory that the allocator may hand out again.
 _EXCHANGE = threading.RLock()
+
+
+def _no_exchange() -> AbstractContextManager[object]:
+    """Keeps other threads from an exchange; nothing where a graph is traced, which has no lock."""
+    return contextlib.nullcontext() if torch.compiler.is_compiling() else _EXCHANGE
 
 
 class WeightModule(torch.nn.Module):
@@ -151,8 +158,9 @@ class WeightModule(torch.nn.Module):
     @property
     def weight_codes(self) -> Tensor:
         """uint8 (n, k/2), of MXFP8 e4m3 (n, k); of a prepacked weight a copy, made in every access."""
-        held = self._buffers.get("weight_codes")
-        return self._unprepacked().codes if held is None else held
+        with _no_exchange():
+            held = self._buffers.get(CODES)
+            return self._unprepacked().codes if held is None else held
 
     @weight_codes.setter
     def weight_codes(self, value: Tensor) -> None:
@@ -161,8 +169,9 @@ class WeightModule(torch.nn.Module):
     @property
     def weight_scales(self) -> Tensor:
         """float8_e4m3fn, of MXFP8 float8_e8m0fnu, swizzled; of a prepacked weight a copy, as the codes."""
-        held = self._buffers.get("weight_scales")
-        return self._unprepacked().scales if held is None else held
+        with _no_exchange():
+            held = self._buffers.get(SCALES)
+            return self._unprepacked().scales if held is None else held
 
     @weight_scales.setter
     def weight_scales(self, value: Tensor) -> None:
@@ -170,8 +179,9 @@ class WeightModule(torch.nn.Module):
 
     def _hold_part(self, name: str, value: Tensor) -> None:
         """Set the codes alone or the block scales alone; prepacked bytes are converted back first."""
-        self._hold_canonical()
-        self._hold(**{name: value})
+        with _EXCHANGE:
+            self._hold_canonical()
+            self._hold(**{name: value})
 
     def _hold(self, **changed: Tensor | None) -> None:
         """Set the given buffers, and remove those that are given as None; all other buffers stay."""
@@ -246,12 +256,14 @@ class WeightModule(torch.nn.Module):
         """
         if not torch.compiler.is_compiling():
             self._notice()
-        codes, scales, amax = self._buffers.get(CODES), self._buffers.get(SCALES), self._buffers.get(AMAX)
-        if codes is None or scales is None:
-            # All tensors are copies, so that a weight loaded later does not mix with them.
-            copied = self._unprepacked()
-            codes, scales, amax = copied.codes, copied.scales, copied.amax.clone()
-        made: Weight = self._format.of(codes, scales, amax, self._e4m3_max)._stamped(self.dtype)
+        with _no_exchange():
+            held = self._buffers
+            codes, scales, amax = held.get(CODES), held.get(SCALES), held.get(AMAX)
+            if codes is None or scales is None:
+                # All tensors are copies, so that a weight loaded later does not mix with them.
+                copied = self._unprepacked()
+                codes, scales, amax = copied.codes, copied.scales, copied.amax.clone()
+            made: Weight = self._format.of(codes, scales, amax, self._e4m3_max)._stamped(self.dtype)
         return made
 
     @property
@@ -370,10 +382,7 @@ class WeightModule(torch.nn.Module):
         Of NVFP4 ``W = code * block scale * amax / (6 * e4m3_max)``, and of MXFP8 ``W = code * block scale``.
         """
         self._require_weight()
-        if torch.compiler.is_compiling():  # torch.compile cannot trace a lock
-            return self.weight.dequantize(dtype)
-        with _EXCHANGE:
-            return self.weight.dequantize(dtype)
+        return self.weight.dequantize(dtype)
 
     # ---- the forms: codes and block scales, or prepacked bytes
 
@@ -584,9 +593,10 @@ class WeightModule(torch.nn.Module):
     # ---- moves, copies, pickles and checkpoints: always as codes and block scales
 
     def __getstate__(self) -> dict[str, Any]:
-        weight = self.weight
+        with _EXCHANGE:
+            weight, buffers = self.weight, self._buffers
         # torch (2.13) writes float8 storages with plain pickle but cannot read them back; bytes it can.
-        held = {name: buffer for name, buffer in self._buffers.items() if name != PREPACKED}
+        held = {name: buffer for name, buffer in buffers.items() if name != PREPACKED}
         held |= {
             name: t.view(BITS[t.dtype]) for name, t in self._format.parts(weight).items() if name != AMAX
         }
