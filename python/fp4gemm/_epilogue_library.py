@@ -13,7 +13,7 @@ import json
 import os
 import threading
 from collections.abc import Sequence
-from ctypes import c_char_p, c_float, c_int, c_int64, c_size_t, c_void_p
+from ctypes import c_char_p, c_int, c_size_t, c_void_p
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,89 +21,14 @@ import torch
 from torch import Tensor
 
 from . import _native
+from ._structs import GemmArgs, Generated, GeneratedMatrix, Operand, Vector
 
-__all__ = ["EpilogueLibrary", "GemmArgs", "Generated", "Operands", "compute", "find", "load"]
+__all__ = ["EpilogueLibrary", "Operands", "compute", "find", "load"]
 
 VARIABLE = "FP4GEMM_EPILOGUES"
 ARCHS = {"100f": 100, "120f": 120}  # the families of cpp/cmake/archs.cmake whose kernels are CUTLASS's
 _NVFP4 = 0  # FP4GEMM_FORMAT_NVFP4
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # by their numbers in fp4gemm_dtype_t
-
-
-# ---- the structs of fp4gemm.h and generated.h, field for field
-
-
-class _Operand(ctypes.Structure):
-    _fields_ = [("data", c_void_p), ("scales", c_void_p), ("format", c_int)]
-
-
-class _Vector(ctypes.Structure):
-    _fields_ = [("data", c_void_p), ("numel", c_int64), ("group_stride", c_int64)]
-
-
-class _Matrix(ctypes.Structure):
-    _fields_ = [("data", c_void_p), ("row_stride", c_int64), ("dtype", c_int)]
-
-
-class GemmArgs(ctypes.Structure):
-    """fp4gemm_gemm_args_t."""
-
-    _fields_ = [
-        ("struct_size", c_size_t),
-        ("m", c_int64),
-        ("n", c_int64),
-        ("k", c_int64),
-        ("num_groups", c_int),
-        ("ragged", c_int),
-        ("offs", c_void_p),
-        ("a", _Operand),
-        ("b", _Operand),
-        ("b_is_constant", c_int),
-        ("alpha_row", _Vector),
-        ("alpha_col", _Vector),
-        ("alpha", c_float),
-        ("alpha_groups", c_void_p),
-        ("bias", _Vector),
-        ("activation", c_int),
-        ("c", c_void_p),
-        ("c_row_stride", c_int64),
-        ("beta", c_float),
-        ("d", c_void_p),
-        ("d_row_stride", c_int64),
-        ("out_dtype", c_int),
-        ("batch_invariant", c_int),
-        ("use_fast_accum", c_int),
-        ("kernel", c_char_p),
-        ("quantize_a", c_int),
-        ("a_row_stride", c_int64),
-        ("a_rows", c_void_p),
-        ("a_num_rows", c_int64),
-    ]
-
-
-class Generated(ctypes.Structure):
-    """fp4gemm_generated_t."""
-
-    _fields_ = [
-        ("struct_size", c_size_t),
-        ("takes_pairs", c_int),
-        ("num_results", c_int),
-        ("takes_bias", c_int),
-        ("takes_c", c_int),
-        ("num_rows", c_int),
-        ("num_columns", c_int),
-        ("num_groups", c_int),
-        ("num_matrices", c_int),
-        ("num_scalars", c_int),
-        ("num_aux", c_int),
-        ("rows", _Vector * 8),
-        ("columns", _Vector * 8),
-        ("groups", c_void_p * 8),
-        ("matrices", _Matrix * 4),
-        ("scalars", c_float * 16),
-        ("aux", _Matrix * 4),
-        ("formula", c_void_p),
-    ]
 
 
 # ---- the libraries of this process
@@ -232,15 +157,15 @@ def _address(x: Tensor | None) -> int | None:
     return None if x is None else x.data_ptr()
 
 
-def _vector(x: Tensor | None) -> _Vector:
+def _vector(x: Tensor | None) -> Vector:
     if x is None:
-        return _Vector()
+        return Vector()
     numel = x.shape[-1]
-    return _Vector(x.data_ptr(), numel, numel if x.dim() == 2 else 0)
+    return Vector(x.data_ptr(), numel, numel if x.dim() == 2 else 0)
 
 
-def _matrix(x: Tensor) -> _Matrix:
-    return _Matrix(x.data_ptr(), x.stride(-2), _DTYPES.index(x.dtype))
+def _matrix(x: Tensor) -> GeneratedMatrix:
+    return GeneratedMatrix(x.data_ptr(), x.stride(-2), _DTYPES.index(x.dtype))
 
 
 def structs(
@@ -253,14 +178,13 @@ def structs(
     """The C arguments of a call; the tensors must outlive them. ``form`` is that of ``gemm_generated``."""
     x, d = operands, outputs[0]
     args = GemmArgs(
-        struct_size=ctypes.sizeof(GemmArgs),
         m=x.a.shape[0],
         n=x.b.shape[-2],
         k=2 * x.a.shape[-1],
         num_groups=0 if x.offs is None else x.offs.shape[0],
         offs=_address(x.offs),
-        a=_Operand(x.a.data_ptr(), _address(x.scale_a), _NVFP4),
-        b=_Operand(x.b.data_ptr(), _address(x.scale_b), _NVFP4),
+        a=Operand(x.a.data_ptr(), _address(x.scale_a), _NVFP4),
+        b=Operand(x.b.data_ptr(), _address(x.scale_b), _NVFP4),
         alpha_row=_vector(x.alpha_row),
         alpha_col=_vector(x.alpha_col),
         alpha=x.alpha,
@@ -268,7 +192,6 @@ def structs(
         bias=_vector(x.bias),
         c=_address(x.c),
         c_row_stride=0 if x.c is None else x.c.stride(-2),
-        beta=1.0,
         d=d.data_ptr(),
         d_row_stride=d.stride(-2),
         out_dtype=_DTYPES.index(d.dtype),
@@ -278,10 +201,22 @@ def structs(
         inputs[sum(counts[:i]) : sum(counts[: i + 1])] for i in range(len(counts))
     )
     generated = Generated(
-        *(ctypes.sizeof(Generated), pairs, results, takes_bias, takes_c, *counts, len(scalars)),
-        *(len(outputs) - 1, tuple(map(_vector, rows)), tuple(map(_vector, columns))),
-        *(tuple(map(_address, groups)), tuple(map(_matrix, matrices)), tuple(scalars)),
-        tuple(map(_matrix, outputs[1:])),
+        takes_pairs=pairs,
+        num_results=results,
+        takes_bias=takes_bias,
+        takes_c=takes_c,
+        num_rows=len(rows),
+        num_columns=len(columns),
+        num_groups=len(groups),
+        num_matrices=len(matrices),
+        num_scalars=len(scalars),
+        num_aux=len(outputs) - 1,
+        rows=tuple(map(_vector, rows)),
+        columns=tuple(map(_vector, columns)),
+        groups=tuple(map(_address, groups)),
+        matrices=tuple(map(_matrix, matrices)),
+        scalars=tuple(scalars),
+        aux=tuple(map(_matrix, outputs[1:])),
     )
     return args, generated
 

@@ -7,38 +7,10 @@ import functools
 import os
 from pathlib import Path
 
+from ._structs import ArchitectureInfo, KernelInfo
+
 CORE_LIBRARY = "libfp4gemm.so"
 TORCH_LIBRARY = "libfp4gemm_torch.so"
-
-
-class CKernelInfo(ctypes.Structure):
-    """fp4gemm_kernel_info_t of fp4gemm.h, field for field."""
-
-    _fields_ = [
-        ("name", ctypes.c_char_p),
-        ("mode", ctypes.c_char_p),
-        ("epilogue", ctypes.c_char_p),
-        ("arch", ctypes.c_int),
-        ("tile_m", ctypes.c_int),
-        ("tile_n", ctypes.c_int),
-        ("tile_k", ctypes.c_int),
-        ("cluster_m", ctypes.c_int),
-        ("cluster_n", ctypes.c_int),
-        ("out_dtype", ctypes.c_int),
-        ("operand", ctypes.c_char_p),
-        ("is_swapped", ctypes.c_int),
-        ("fast_accum", ctypes.c_int),
-    ]
-
-
-class CArchitectureInfo(ctypes.Structure):
-    """fp4gemm_architecture_info_t of fp4gemm.h, field for field."""
-
-    _fields_ = [
-        ("arch", ctypes.c_int),
-        ("devices", ctypes.c_char_p),
-        ("is_executed", ctypes.c_int),
-    ]
 
 
 _INT = ctypes.c_int
@@ -51,10 +23,10 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "fp4gemm_cutlass_version": (_TEXT, []),
     "fp4gemm_built_archs": (_TEXT, []),
     "fp4gemm_architecture_count": (_INT, []),
-    "fp4gemm_architecture_info": (_INT, [_INT, ctypes.POINTER(CArchitectureInfo)]),
+    "fp4gemm_architecture_info": (_INT, [_INT, ctypes.POINTER(ArchitectureInfo)]),
     "fp4gemm_kernel_arch": (_INT, [_INT]),
     "fp4gemm_kernel_count": (_INT, []),
-    "fp4gemm_kernel_info": (_INT, [_INT, ctypes.POINTER(CKernelInfo)]),
+    "fp4gemm_kernel_info": (_INT, [_INT, ctypes.POINTER(KernelInfo)]),
     "fp4gemm_select_kernel": (
         _INT,
         [_INT, _INT, _INT64, _INT64, _INT64, *[_INT] * 8],

@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from . import _checks, _native, activations
+from . import _checks, _native, _structs, activations
 
 __all__ = [
     "Architecture",
@@ -105,7 +105,7 @@ def _check(status: int, call: str) -> None:
 def architectures() -> tuple[Architecture, ...]:
     """Every architecture that the installed library has GEMM kernels for; none for a build without CUDA."""
     lib = _native.core()
-    row = _native.CArchitectureInfo()
+    row = _structs.ArchitectureInfo()
     rows = []
     for index in range(lib.fp4gemm_architecture_count()):
         _check(lib.fp4gemm_architecture_info(index, ctypes.byref(row)), f"fp4gemm_architecture_info({index})")
@@ -116,7 +116,7 @@ def architectures() -> tuple[Architecture, ...]:
 @functools.cache
 def _table() -> tuple[KernelInfo, ...]:
     lib = _native.core()
-    row = _native.CKernelInfo()
+    row = _structs.KernelInfo()
     rows = []
     for index in range(lib.fp4gemm_kernel_count()):
         _check(lib.fp4gemm_kernel_info(index, ctypes.byref(row)), f"fp4gemm_kernel_info({index})")

@@ -9,7 +9,7 @@ from typing import Any
 import fp4gemm
 import pytest
 import torch
-from fp4gemm import _native, kernel_table
+from fp4gemm import _native, _structs, kernel_table
 from fp4gemm.kernel_table import KernelInfo
 
 PAIRS = list(itertools.product(kernel_table.FORMATS, repeat=2))
@@ -52,7 +52,7 @@ def test_architectures_are_those_of_the_kernels() -> None:
             major, minor = map(int, device.split("."))
             assert _native.core().fp4gemm_kernel_arch(10 * major + minor) == row.arch
     assert _native.core().fp4gemm_kernel_arch(75) == -1
-    assert _native.core().fp4gemm_architecture_info(len(rows), _native.CArchitectureInfo()) != 0
+    assert _native.core().fp4gemm_architecture_info(len(rows), _structs.ArchitectureInfo()) != 0
 
 
 def test_select_kernel_chooses_from_the_table() -> None:
@@ -188,7 +188,7 @@ def test_what_a_kernel_supports(operand: str, supported: set[str]) -> None:
 
 
 def test_kernel_index_out_of_range() -> None:
-    row = _native.CKernelInfo()
+    row = _structs.KernelInfo()
     assert _native.core().fp4gemm_kernel_info(-1, row) != 0
     assert _native.core().fp4gemm_kernel_info(_native.core().fp4gemm_kernel_count(), row) != 0
 

@@ -9,7 +9,6 @@ import shutil
 import subprocess
 from pathlib import Path
 
-import capi
 import fp4gemm
 import pytest
 import torch
@@ -308,14 +307,6 @@ def test_bad_libraries(tmp_path: Path) -> None:
     path = compiled(tmp_path, "0.0.1")
     with pytest.raises(ValueError, match=r"was built by fp4gemm 0\.0\.1, must be built by"):
         ep.load(path)
-
-
-def test_structs_are_those_of_the_headers() -> None:
-    def layout(struct: type[ctypes.Structure]) -> list[tuple[str, int, int]]:
-        return [(f[0], getattr(struct, f[0]).offset, getattr(struct, f[0]).size) for f in struct._fields_]
-
-    assert layout(_epilogue_library.GemmArgs) == layout(capi.GemmArgs)
-    assert layout(_epilogue_library.Generated) == layout(capi.Generated)
 
 
 def test_the_text_about_a_library_is_json(tmp_path: Path) -> None:

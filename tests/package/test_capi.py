@@ -1,4 +1,4 @@
-"""capi.py, which mirrors the C interface for ctypes, against the headers and the library."""
+"""The structs of the package and of capi.py, which ctypes passes, against the headers and the library."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import capi
 import capi_conversions
 import capi_ranks
 import capi_training
 import pytest
-from fp4gemm import _native
+from fp4gemm import _native, _structs
 
 HEADERS = sorted((Path(__file__).parents[2] / "cpp" / "include" / "fp4gemm").glob("*.h"))
 STRUCTS: dict[str, type[ctypes.Structure]] = {
@@ -21,8 +22,10 @@ STRUCTS: dict[str, type[ctypes.Structure]] = {
     "fp4gemm_quantize_args": capi.QuantizeArgs,
     "fp4gemm_quantize_searched_args": capi.QuantizeSearchedArgs,
     "fp4gemm_operand": capi.Operand,
-    "fp4gemm_vector": capi.Vector,
+    "fp4gemm_vector": _structs.Vector,
     "fp4gemm_gemm_args": capi.GemmArgs,
+    "fp4gemm_generated_matrix": _structs.GeneratedMatrix,
+    "fp4gemm_generated": capi.Generated,
     "fp4gemm_route_args": capi.RouteArgs,
     "fp4gemm_combine_args": capi.CombineArgs,
     "fp4gemm_cast": capi.Cast,
@@ -46,7 +49,7 @@ def header() -> str:
     return re.sub(r"/\*.*?\*/", "", text, flags=re.DOTALL)
 
 
-def ctype(declared: str) -> object:
+def ctype(declared: str) -> Any:
     if declared.endswith("*"):
         return ctypes.c_char_p if declared == "const char*" else ctypes.c_void_p
     if declared in PLAIN:
@@ -60,9 +63,12 @@ def declared_fields(struct: str) -> list[tuple[str, object]]:
     fields = []
     for declaration in body.group(1).split(";"):
         if declaration.strip():
-            match = re.fullmatch(r"\s*((?:const )?\w+\*?)\s+([\w,\s]+)", declaration)
+            match = re.fullmatch(r"\s*((?:const )?\w+\*?)\s+([\w,\s]+?)(?:\[(\w+)\])?", declaration)
             assert match is not None, declaration
-            fields += [(name.strip(), ctype(match.group(1))) for name in match.group(2).split(",")]
+            kind = ctype(match.group(1))
+            if match.group(3) is not None:
+                kind *= int(re.search(rf"#define {match.group(3)} (\d+)", header()).group(1))
+            fields += [(name.strip(), kind) for name in match.group(2).split(",")]
     return fields
 
 
@@ -175,12 +181,6 @@ def test_the_library_accepts_the_size_of_the_structs(query: str, args: capi.Args
         args.struct_size = size
         assert getattr(library, query)(ctypes.byref(args), 0, last) == capi.INVALID_ARGUMENT
         assert message in library.fp4gemm_last_error()
-
-
-def test_the_package_keeps_its_own_structs() -> None:
-    """Tests of the C interface and of the package call the same functions in one process."""
-    for library, row in ((capi.core(), capi.KernelInfo()), (_native.core(), _native.CKernelInfo())):
-        assert library.fp4gemm_kernel_info(-1, ctypes.byref(row)) == capi.INVALID_ARGUMENT
 
 
 def test_activations_are_those_of_the_library() -> None:

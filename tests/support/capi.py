@@ -1,14 +1,27 @@
-"""The structs of the C interface for ctypes, initialized as their _INIT macros initialize them."""
+"""The structs of the C interface for ctypes, initialized as their _INIT macros initialize them.
+
+Those that the package passes itself are its own.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import functools
-from ctypes import POINTER, byref, c_char_p, c_float, c_int, c_int64, c_size_t, c_uint, c_void_p
+from ctypes import POINTER, byref, c_char_p, c_int, c_int64, c_size_t, c_uint, c_void_p
 from typing import ClassVar, TypeVar
 
 import torch
 from fp4gemm import _native, activations
+from fp4gemm._structs import (
+    ArchitectureInfo,
+    Args,
+    GemmArgs,
+    Generated,
+    GeneratedMatrix,  # noqa: F401
+    KernelInfo,
+    Operand,
+    Vector,  # noqa: F401
+)
 
 SUCCESS, INVALID_ARGUMENT, NOT_SUPPORTED, WORKSPACE, CUDA, NOT_LOADED = range(6)
 BF16, FP16, FP32 = range(3)
@@ -25,18 +38,6 @@ ACTIVATIONS = {activation.name: activation.number for activation in activations.
 Row = TypeVar("Row", bound=ctypes.Structure)
 
 
-class Args(ctypes.Structure):
-    """A struct that begins with its size; fields that are not given have the defaults of its macro."""
-
-    _defaults_: ClassVar[dict[str, object]] = {}
-
-    def __init__(self, **fields: object) -> None:
-        super().__init__()
-        self.struct_size = ctypes.sizeof(self)
-        for name, value in {**self._defaults_, **fields}.items():
-            setattr(self, name, value)
-
-
 class Quantized(ctypes.Structure):
     _fields_ = [
         ("codes", c_void_p),
@@ -50,7 +51,7 @@ class Quantized(ctypes.Structure):
 
 
 class QuantizeArgs(Args):
-    _fields_ = [
+    _fields_: ClassVar[list[tuple[str, type]]] = [
         ("struct_size", c_size_t),
         ("m", c_int64),
         ("k", c_int64),
@@ -81,7 +82,7 @@ class QuantizeArgs(Args):
 
 
 class QuantizeSearchedArgs(Args):
-    _fields_ = [
+    _fields_: ClassVar[list[tuple[str, type]]] = [
         ("struct_size", c_size_t),
         ("m", c_int64),
         ("k", c_int64),
@@ -106,51 +107,8 @@ class QuantizeSearchedArgs(Args):
     }
 
 
-class Operand(ctypes.Structure):
-    _fields_ = [("data", c_void_p), ("scales", c_void_p), ("format", c_int)]
-
-
-class Vector(ctypes.Structure):
-    _fields_ = [("data", c_void_p), ("numel", c_int64), ("group_stride", c_int64)]
-
-
-class GemmArgs(Args):
-    _fields_ = [
-        ("struct_size", c_size_t),
-        ("m", c_int64),
-        ("n", c_int64),
-        ("k", c_int64),
-        ("num_groups", c_int),
-        ("ragged", c_int),
-        ("offs", c_void_p),
-        ("a", Operand),
-        ("b", Operand),
-        ("b_is_constant", c_int),
-        ("alpha_row", Vector),
-        ("alpha_col", Vector),
-        ("alpha", c_float),
-        ("alpha_groups", c_void_p),
-        ("bias", Vector),
-        ("activation", c_int),
-        ("c", c_void_p),
-        ("c_row_stride", c_int64),
-        ("beta", c_float),
-        ("d", c_void_p),
-        ("d_row_stride", c_int64),
-        ("out_dtype", c_int),
-        ("batch_invariant", c_int),
-        ("use_fast_accum", c_int),
-        ("kernel", c_char_p),
-        ("quantize_a", c_int),
-        ("a_row_stride", c_int64),
-        ("a_rows", c_void_p),
-        ("a_num_rows", c_int64),
-    ]
-    _defaults_: ClassVar[dict[str, object]] = {"alpha": 1.0, "beta": 1.0}
-
-
 class RouteArgs(Args):
-    _fields_ = [
+    _fields_: ClassVar[list[tuple[str, type]]] = [
         ("struct_size", c_size_t),
         ("num_tokens", c_int64),
         ("top_k", c_int),
@@ -165,7 +123,7 @@ class RouteArgs(Args):
 
 
 class CombineArgs(Args):
-    _fields_ = [
+    _fields_: ClassVar[list[tuple[str, type]]] = [
         ("struct_size", c_size_t),
         ("num_tokens", c_int64),
         ("top_k", c_int),
@@ -199,7 +157,7 @@ class ExpertWeights(ctypes.Structure):
 
 
 class ExpertsArgs(Args):
-    _fields_ = [
+    _fields_: ClassVar[list[tuple[str, type]]] = [
         ("struct_size", c_size_t),
         ("num_tokens", c_int64),
         ("top_k", c_int),
@@ -231,60 +189,13 @@ class ExpertsArgs(Args):
     }
 
 
-class GeneratedMatrix(ctypes.Structure):
-    _fields_ = [("data", c_void_p), ("row_stride", c_int64), ("dtype", c_int)]
-
-
-class Generated(Args):
-    """fp4gemm_generated_t of generated.h."""
-
-    _fields_ = [
-        ("struct_size", c_size_t),
-        *((name, c_int) for name in ("takes_pairs", "num_results", "takes_bias", "takes_c")),
-        *((f"num_{name}", c_int) for name in ("rows", "columns", "groups", "matrices", "scalars", "aux")),
-        ("rows", Vector * 8),
-        ("columns", Vector * 8),
-        ("groups", c_void_p * 8),
-        ("matrices", GeneratedMatrix * 4),
-        ("scalars", c_float * 16),
-        ("aux", GeneratedMatrix * 4),
-        ("formula", c_void_p),
-    ]
-    _defaults_: ClassVar[dict[str, object]] = {"num_results": 1}
-
-
-class ArchitectureInfo(ctypes.Structure):
-    _fields_ = [("arch", c_int), ("devices", c_char_p), ("is_executed", c_int)]
-
-
 class ActivationInfo(ctypes.Structure):
     _fields_ = [("activation", c_int), ("name", c_char_p), ("is_gated", c_int)]
 
 
-class KernelInfo(ctypes.Structure):
-    _fields_ = [
-        ("name", c_char_p),
-        ("mode", c_char_p),
-        ("epilogue", c_char_p),
-        ("arch", c_int),
-        ("tile_m", c_int),
-        ("tile_n", c_int),
-        ("tile_k", c_int),
-        ("cluster_m", c_int),
-        ("cluster_n", c_int),
-        ("out_dtype", c_int),
-        ("operand", c_char_p),
-        ("is_swapped", c_int),
-        ("fast_accum", c_int),
-    ]
-
-
 @functools.cache
 def core() -> ctypes.CDLL:
-    """libfp4gemm.so with the structs of this module.
-
-    The object is another one than that of the package, whose functions take the package's own structs.
-    """
+    """libfp4gemm.so with the signatures below; the object is another one than that of the package."""
     return declare(ctypes.CDLL(str(_native.library_path(_native.CORE_LIBRARY))))
 
 
