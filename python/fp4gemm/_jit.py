@@ -17,8 +17,11 @@ import fcntl
 import functools
 import hashlib
 import importlib.util
+import json
 import logging
 import os
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -29,9 +32,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import _native
+from . import _native, _nvrtc
 
-__all__ = ["Nvrtc", "cache_dir", "compiled", "launch", "nvrtc"]
+__all__ = ["Nvrtc", "cache_dir", "compile_in_processes", "compiled", "launch", "nvrtc"]
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +53,7 @@ class Nvrtc(NamedTuple):
     """NVRTC and the headers of CUDA."""
 
     library: ctypes.CDLL
+    opened: tuple[str, ...]  # what was opened for it, in this order; the last one is NVRTC
     version: str
     include: Path  # has cuda.h and cuda_fp16.h
 
@@ -66,18 +70,20 @@ def _folders(*names: str) -> Iterator[Path]:
     yield from (Path("/usr/local/cuda") / name for name in names)
 
 
-def _open_nvrtc() -> ctypes.CDLL:
+def _open_nvrtc() -> tuple[ctypes.CDLL, tuple[str, ...]]:
+    """NVRTC, and the names of what was opened."""
     for major in _MAJORS:
         for folder in _folders("lib", "lib64"):
             path = folder / f"libnvrtc.so.{major}"
             if path.is_file():
                 # NVRTC opens this library by its name alone, and finds it where it is open already.
-                for builtins in folder.glob(f"libnvrtc-builtins.so.{major}.*"):
-                    ctypes.CDLL(str(builtins), mode=ctypes.RTLD_GLOBAL)
-                return ctypes.CDLL(str(path))
+                builtins = folder.glob(f"libnvrtc-builtins.so.{major}.*")
+                names = (*map(str, builtins), str(path))
+                return _nvrtc.opened(names), names
     for major in _MAJORS:
         with contextlib.suppress(OSError):
-            return ctypes.CDLL(f"libnvrtc.so.{major}")
+            names = (f"libnvrtc.so.{major}",)
+            return _nvrtc.opened(names), names
     raise RuntimeError(
         f"fp4gemm: libnvrtc.so.{_MAJORS[0]} is in none of NVIDIA's packages and in no CUDA toolkit, must be "
         f"there to compile an epilogue in Python for a GPU: {_INSTALL}"
@@ -87,12 +93,12 @@ def _open_nvrtc() -> ctypes.CDLL:
 @functools.cache
 def nvrtc() -> Nvrtc:
     """NVRTC and the headers of CUDA; raises RuntimeError, which says what to install."""
-    library = _open_nvrtc()
+    library, opened = _open_nvrtc()
     major, minor = ctypes.c_int(), ctypes.c_int()
     library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
     for include in _folders("include"):
         if (include / "cuda_fp16.h").is_file() and (include / "cuda.h").is_file():
-            return Nvrtc(library, f"{major.value}.{minor.value}", include)
+            return Nvrtc(library, opened, f"{major.value}.{minor.value}", include)
     raise RuntimeError(
         "fp4gemm: cuda.h and cuda_fp16.h are in none of NVIDIA's packages and in no CUDA toolkit, must be "
         f"there to compile an epilogue in Python for a GPU: {_INSTALL}"
@@ -101,36 +107,33 @@ def nvrtc() -> Nvrtc:
 
 def _compile(source: str, header: str, include: Sequence[Path]) -> bytes:
     """The cubin; raises RuntimeError with NVRTC's messages."""
-    library = nvrtc().library
-    program = ctypes.c_void_p()
-
-    def check(status: int) -> None:
-        if status != 0:
-            library.nvrtcGetErrorString.restype = ctypes.c_char_p
-            what = _native.text(library.nvrtcGetErrorString(status))
-            size = ctypes.c_size_t()
-            library.nvrtcGetProgramLogSize(program, ctypes.byref(size))
-            messages = ctypes.create_string_buffer(max(1, size.value))
-            library.nvrtcGetProgramLog(program, messages)
-            raise RuntimeError(
-                f"fp4gemm: NVRTC could not compile an epilogue: {what}\n{messages.value.decode()}"
-            )
-
-    headers = (ctypes.c_char_p * 1)(header.encode())
-    names = (ctypes.c_char_p * 1)(FORMULA.encode())
-    check(
-        library.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"fp4gemm.cu", 1, headers, names)
+    options = [*_OPTIONS, *(f"-I{folder}" for folder in include)]
+    if not (_THREAD.has_processes and sys.executable):
+        return _nvrtc.compiled(nvrtc().library, source, header, FORMULA, options)
+    request = {"libraries": nvrtc().opened, "source": source, "header": header, "name": FORMULA}
+    command = [sys.executable, "-I", "-S", _nvrtc.__file__]
+    done = subprocess.run(
+        command, input=json.dumps({**request, "options": options}).encode(), capture_output=True
     )
-    try:
-        options = [option.encode() for option in (*_OPTIONS, *(f"-I{folder}" for folder in include))]
-        check(library.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options)))
-        size = ctypes.c_size_t()
-        check(library.nvrtcGetCUBINSize(program, ctypes.byref(size)))
-        cubin = ctypes.create_string_buffer(size.value)
-        check(library.nvrtcGetCUBIN(program, cubin))
-        return cubin.raw
-    finally:
-        library.nvrtcDestroyProgram(ctypes.byref(program))
+    if done.returncode != 0:
+        raise RuntimeError(done.stderr.decode(errors="replace").strip())
+    return done.stdout
+
+
+class _Thread(threading.local):
+    has_processes = False
+
+
+_THREAD = _Thread()
+
+
+def compile_in_processes() -> None:
+    """Let this thread compile by processes of their own, as threads of a pool do.
+
+    NVRTC holds a lock for most of the time that a program takes, so that threads of one process wait for each
+    other.
+    """
+    _THREAD.has_processes = True
 
 
 # ---- the cache

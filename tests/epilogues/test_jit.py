@@ -6,7 +6,9 @@ import ctypes
 import logging
 import multiprocessing
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NoReturn
 
 import capi
 import pytest
@@ -244,6 +246,25 @@ def test_threads_compile_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert len(calls) == 1
     assert len(set(found)) == 1
     assert len(found) == 4
+
+
+def test_threads_of_a_pool_compile_in_processes(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the bits and the messages of a compilation in this process."""
+    need_nvrtc()
+    first = _jit.compiled(f"// small\n{SMALL}", "// here")
+    with pytest.raises(RuntimeError) as here:
+        _jit.compiled("#error no\n", "")
+
+    def fail(*_: object) -> NoReturn:
+        pytest.fail("compiled in this process")
+
+    monkeypatch.setattr(_jit._nvrtc, "compiled", fail)
+    with ThreadPoolExecutor(2, initializer=_jit.compile_in_processes) as pool:
+        headers = ["// there", "// and there"]
+        assert list(pool.map(_jit.compiled, [f"// small\n{SMALL}"] * 2, headers)) == [first] * 2
+        with pytest.raises(RuntimeError) as there:
+            pool.submit(_jit.compiled, "#error no\n", "").result()
+    assert str(there.value) == str(here.value).strip()
 
 
 def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import _checks, _epilogue_library
+from .. import _checks, _epilogue_library, _jit
 from .._epilogue_library import EpilogueLibrary
 from ..epilogues import BoundEpilogue, Epilogue
 from ..epilogues.program import VECTORS, Program
@@ -22,6 +24,8 @@ from .selftest import KernelResult, SelfTestReport
 
 __all__ = ["check_epilogue"]
 
+MOST_PROCESSES = 16  # that compile kernels at a time, with about 1 GB each
+
 
 def check_epilogue(
     epilogue: Epilogue,
@@ -33,8 +37,8 @@ def check_epilogue(
 
     The problems are those of :func:`fp4gemm.self_test`, dense and grouped, with operands of every format that
     the device multiplies and every output type. On Blackwell they are those that the library of the epilogue
-    was built for. The tensors of the epilogue hold random numbers. The check runs for seconds and
-    synchronises.
+    was built for. The tensors of the epilogue hold random numbers. On Hopper the check compiles
+    some thirty kernels first, in as many processes as the machine has cores (16 at most). It synchronises.
 
     Args:
         epilogue: a function that :func:`fp4gemm.epilogue` has decorated.
@@ -71,11 +75,17 @@ def check_epilogue(
         if (call := _call(bound, problem, out_dtype, gen)) is not None
     ]
     library = _library(epilogue.program, place)
-    results = [
-        _compared(problem, call, place)
-        for problem, call in calls
-        if library is None or not epilogue_ops.refusal(library, call)
-    ]
+    chosen = [pair for pair in calls if library is None or not epilogue_ops.refusal(library, pair[1])]
+
+    def compared(of: tuple[Problem, EpilogueCall]) -> KernelResult:
+        return _compared(*of, place)
+
+    if place.type == "cpu" or library is not None:
+        results = list(map(compared, chosen))
+    else:
+        threads = min(os.cpu_count() or 1, MOST_PROCESSES)
+        with ThreadPoolExecutor(threads, initializer=_jit.compile_in_processes) as pool:
+            results = list(pool.map(compared, chosen))
     about = ("cpu", "", True) if place.type == "cpu" else _about(place.index)
     return SelfTestReport(about[0], tuple(results), False, *about[1:], f"products with {epilogue.name}")
 
