@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import sys
 from collections.abc import Iterator
@@ -22,6 +21,7 @@ from ..accuracy.text import TEXTS
 from ..baselines.producers import Producer, Text
 from ..measure import machine
 from ..report import accuracy as report
+from ..report.json_lines import record
 from ..report.results import Row
 from .options import PATTERN
 
@@ -80,12 +80,7 @@ def run(args: argparse.Namespace) -> int:
     for given in args.model:
         for row in _measured(args, given, rows):
             rows.append(row)
-            line = json.dumps(row)
-            print(line, flush=True)
-            if args.out is not None:
-                args.out.parent.mkdir(parents=True, exist_ok=True)
-                with args.out.open("a", encoding="utf-8") as file:
-                    file.write(line + "\n")
+            record(row, args.out)
     print(report.table(rows))
     if args.readme:
         report.into(args.readme, args.out.stem, rows)

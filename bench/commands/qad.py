@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import sys
 from collections.abc import Iterator
@@ -25,6 +24,7 @@ from ..accuracy.measure import watched
 from ..accuracy.subjects import KNOWN, LENGTH, Amount, Subject, load, named
 from ..measure import machine
 from ..report import qad as report
+from ..report.json_lines import record
 from ..report.results import Row
 
 # By the names in the results, the activations of the layers.
@@ -83,12 +83,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("--model: is missing, must be given unless --out names a file with results")
     for row in _measured(args) if args.model is not None else ():
         rows.append(row)
-        line = json.dumps(row)
-        print(line, flush=True)
-        if args.out is not None:
-            args.out.parent.mkdir(parents=True, exist_ok=True)
-            with args.out.open("a", encoding="utf-8") as file:
-                file.write(line + "\n")
+        record(row, args.out)
     print(report.table(rows))
     if args.readme:
         report.into(args.readme, args.out.stem, rows)

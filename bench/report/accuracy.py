@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from . import json_lines
 from .readme import WIDTH, marks
 from .results import Row
 from .tables import table_lines
@@ -24,17 +24,11 @@ def text_of(row: Row) -> str:
 
 def load(path: Path) -> list[Row]:
     """The rows of a results file; ValueError for a line that is none."""
-    rows: list[Row] = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        try:
-            row = json.loads(line)
-            has_figures = any(all(name in row for name in names) for names in FIGURES)
-            if row["bench"] != "accuracy" or not has_figures or any(name not in row for name in NEEDED):
-                raise KeyError
-        except (KeyError, TypeError, ValueError):
-            raise ValueError(f"{path}: line {number} is not a result of `python -m bench accuracy`") from None
-        rows.append(row)
-    return rows
+
+    def is_whole(row: Row) -> bool:
+        return any(row.keys() >= set(names) for names in FIGURES) and row.keys() >= set(NEEDED)
+
+    return json_lines.load(path, "accuracy", is_whole)
 
 
 def table(rows: Sequence[Row]) -> str:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
+from . import json_lines
 from .readme import WIDTH, marks
 from .results import Row
 from .tables import table_lines
@@ -17,16 +17,7 @@ IN_INTERVAL = 1.96  # standard errors of the mean, half of a confidence interval
 
 def load(path: Path) -> list[Row]:
     """The rows of a results file; ValueError for a line that is none."""
-    rows: list[Row] = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        try:
-            row = json.loads(line)
-            if row["bench"] != "qad" or any(name not in row for name in NEEDED):
-                raise KeyError
-        except (KeyError, TypeError, ValueError):
-            raise ValueError(f"{path}: line {number} is not a result of `python -m bench qad`") from None
-        rows.append(row)
-    return rows
+    return json_lines.load(path, "qad", lambda row: row.keys() >= set(NEEDED))
 
 
 def table(rows: Sequence[Row]) -> str:
