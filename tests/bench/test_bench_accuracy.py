@@ -11,6 +11,7 @@ from typing import Any
 import fp4gemm
 import pytest
 import torch
+from bench_helpers import Language
 from torch import Tensor
 
 from bench import __main__ as command_line
@@ -20,24 +21,6 @@ from bench.accuracy.emulation import emulated, residual_channels, with_inputs
 from bench.accuracy.maker import difference
 from bench.accuracy.measure import Reference, layer_error, watched
 from bench.report import accuracy as report
-
-
-class Output:
-    def __init__(self, logits: Tensor) -> None:
-        self.logits = logits
-
-
-class Language(torch.nn.Module):
-    """The logits of the next token from the last one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.fc = torch.nn.Embedding(48, 64), torch.nn.Linear(64, 64)
-        self.head = torch.nn.Linear(64, 48)
-
-    def forward(self, ids: Tensor) -> Output:
-        h = self.embed(ids)
-        return Output(self.head(h + self.fc(h)))
 
 
 def test_the_texts_are_apart_and_always_the_same() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import fp4gemm
 import pytest
 import torch
+from bench_helpers import Language
 from fp4gemm.models import prepare_qat
 from torch import Tensor
 
@@ -21,24 +22,6 @@ from bench.accuracy import distill, subjects, text
 from bench.accuracy.distill import Course
 from bench.accuracy.measure import Reference
 from bench.commands import qad
-
-
-class Output:
-    def __init__(self, logits: Tensor) -> None:
-        self.logits = logits
-
-
-class Language(torch.nn.Module):
-    """The logits of the next token from the last one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.fc = torch.nn.Embedding(48, 64), torch.nn.Linear(64, 64)
-        self.lm_head = torch.nn.Linear(64, 48)
-
-    def forward(self, ids: Tensor) -> Output:
-        h = self.embed(ids)
-        return Output(self.lm_head(h + self.fc(h)))
 
 
 @pytest.fixture

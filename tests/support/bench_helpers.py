@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from bench.__main__ import parser
 from bench.commands.runner import measured
@@ -43,6 +44,26 @@ GEFORCE = frozenset({"nvfp4", "prepacked", "prepacked_bf16"})
 FP8 = frozenset({"torch fp8", "torch fp8 promoted"})
 FP8_PRODUCT = "torch fp8, quantized tokens"
 W4A8 = frozenset({"fp4gemm W4A8", "fp4gemm W4A8 fast"})
+
+
+class Output:
+    """What a causal language model returns."""
+
+    def __init__(self, logits: Tensor) -> None:
+        self.logits = logits
+
+
+class Language(torch.nn.Module):
+    """The logits of the next token from the last one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.fc = torch.nn.Embedding(48, 64), torch.nn.Linear(64, 64)
+        self.lm_head = torch.nn.Linear(64, 48)
+
+    def forward(self, ids: Tensor) -> Output:
+        h = self.embed(ids)
+        return Output(self.lm_head(h + self.fc(h)))
 
 
 class CpuHarness(Harness):
