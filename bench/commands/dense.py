@@ -22,7 +22,7 @@ import torch
 from ..baselines import cublaslt, fp8, post_scale
 from ..baselines.humming import Humming
 from ..measure import w4a8
-from ..measure.contest import BASELINE, ROUNDING, UNCHECKED, Check, Contender, Contest, Job, Row
+from ..measure.contest import BASELINE, ROUNDING, Check, Contender, Contest, Job, Row
 from ..measure.harness import Harness
 from ..measure.library import Call, Product
 from ..measure.models import Layer, dense_layers
@@ -56,13 +56,13 @@ from .products import (
     UNFUSED,
     W4A4,
     W4A8_PRODUCT,
+    enter_humming,
     key,
     start,
     wanted,
 )
 
 CUBLASLT = "cuBLASLt nvfp4, scalar alpha"
-HUMMING = "humming"
 DEFAULT_MODELS = ("llama-3.1-8b", "qwen3-30b")
 M = (1, 16, 64, 256, 1024, 4096)
 
@@ -292,12 +292,8 @@ class Contenders:
 
     def humming(self, humming: Humming) -> None:
         """humming's product of fp16 tokens."""
-        if not self.made.wants(HUMMING):
-            return
-        baseline, reason = humming.calls(self.weights.n, self.weights.k, self.tokens.fp16)
-        if reason is not None:
-            self.made.miss(HUMMING, reason)
-            return
-        work = self.work(self.tokens.fp16[0], self.weights.packed[0], self.harness.unit)
-        note = "random weights, result not checked"
-        self.made.enter(HUMMING, Contender(baseline, work, BASELINE, None, UNCHECKED, note))
+        xs = self.tokens.fp16
+        enter_humming(
+            *(self.made, humming, self.weights, xs),
+            lambda: self.work(xs[0], self.weights.packed[0], self.harness.unit),
+        )

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
-from ..measure.contest import Row
+from ..baselines.humming import Humming
+from ..measure.contest import BASELINE, UNCHECKED, Contender, Contest, Row
 from ..measure.models import Layer, dense_layers
+from ..measure.operands import Weights
+from ..measure.roofline import Work
 
 TORCH = {torch.bfloat16: "torch bf16", torch.float16: "torch fp16", torch.float32: "torch fp32"}
 SCALAR, UNFUSED = "scalar alpha", "unfused: post-scale"
@@ -22,6 +26,7 @@ FP8 = {"torch fp8": True, "torch fp8 promoted": False}
 W4A8_PRODUCT = {f"{name}, quantized tokens": fast for name, fast in W4A8.items()}
 FP8_PRODUCT = "torch fp8, quantized tokens"
 FP8_NOTE = "one scale a token and one a channel, use_fast_accum={}"
+HUMMING = "humming"
 DEFAULT_SHAPES = (Layer("", "", 8192, 8192),)
 # The sizes on a CPU are small, since the reference multiplies in float64 there.
 SMALL_SHAPES, SMALL_M = (Layer("", "", 256, 512), Layer("", "", 512, 256)), (1, 16, 64)
@@ -67,3 +72,17 @@ def start(bench: str, layer: Layer, m: int) -> Row:
     """The fields that every row of a case begins with."""
     whose: Row = {"model": layer.model, "layer": layer.layer} if layer.model else {}
     return {"bench": bench, "case": key(bench, layer, m)} | whose | {"m": m, "n": layer.n, "k": layer.k}
+
+
+def enter_humming(
+    made: Contest, humming: Humming, weights: Weights, xs: Sequence[Tensor], work: Callable[[], Work]
+) -> None:
+    """Add humming's product of fp16 tokens, with weights of its own of the same sizes."""
+    if not made.wants(HUMMING):
+        return
+    baseline, reason = humming.calls(weights.n, weights.k, xs)
+    if reason is not None:
+        made.miss(HUMMING, reason)
+        return
+    note = "random weights, result not checked"
+    made.enter(HUMMING, Contender(baseline, work(), BASELINE, None, UNCHECKED, note))

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ..baselines.humming import Humming
 from ..measure import w4a8
-from ..measure.contest import BASELINE, BITS, OURS, ROUNDING, UNCHECKED, Check, Contender, Contest, Job, Row
+from ..measure.contest import BASELINE, BITS, OURS, ROUNDING, Check, Contender, Contest, Job, Row
 from ..measure.harness import Harness
 from ..measure.library import (
     INPUTS,
@@ -47,10 +47,9 @@ from ..models.emulation import through_fp8, through_nvfp4
 from ..models.fp8 import in_fp8
 from ..models.shapes import Shape
 from . import layer
-from .products import FP8, FP8_NOTE, TORCH, W4A8, W4A16, key, start
+from .products import FP8, FP8_NOTE, HUMMING, TORCH, W4A8, W4A16, enter_humming, key, start
 from .products import W4A4 as PER_TOKEN
 
-HUMMING = "humming"
 OUR_NAMES: dict[StoredActivations, str] = {"per-token": PER_TOKEN, "a16": W4A16}
 DEFAULT_MODELS = ("llama-3.1-8b", "qwen3-30b")
 M = (1, 16, 64, 256, 4096)  # tokens of steps of decode, and of a prefill
@@ -172,15 +171,10 @@ class Linear(layer.Contenders):
 
     def humming(self, humming: Humming) -> None:
         """humming's product of fp16 tokens."""
-        if not self.made.wants(HUMMING):
-            return
-        baseline, reason = humming.calls(self.weights.n, self.weights.k, self.tokens.fp16)
-        if reason is not None:
-            self.made.miss(HUMMING, reason)
-            return
-        work = self.work(self.weights.packed[0].nbytes, self.harness.unit)
-        note = "random weights, result not checked"
-        self.made.enter(HUMMING, Contender(baseline, work, BASELINE, None, UNCHECKED, note))
+        enter_humming(
+            *(self.made, humming, self.weights, self.tokens.fp16),
+            lambda: self.work(self.weights.packed[0].nbytes, self.harness.unit),
+        )
 
 
 def _product(activations: StoredActivations, x: Tensor, held: OperandParts) -> Tensor:
