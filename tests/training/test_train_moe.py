@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -390,6 +392,21 @@ def small_world(monkeypatch: pytest.MonkeyPatch, corpus: corpora.Corpus) -> None
     torch.use_deterministic_algorithms(False)
 
 
+@contextlib.contextmanager
+def time_is_up_after_two_steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The clock stops every run."""
+    with monkeypatch.context() as patch:
+        step = Run.step
+
+        def slow(run: Run) -> None:
+            step(run)
+            if run.step_number == 2:
+                patch.setattr(train_moe.time, "monotonic", lambda: float("inf"))
+
+        patch.setattr(Run, "step", slow)
+        yield
+
+
 def command(out: Path, *more: str) -> int:
     return train_moe.main(["--size", "tiny", "--device", "cpu", "--out", str(out), *more])
 
@@ -446,15 +463,7 @@ def test_a_ranking_goes_on(
     printed = capsys.readouterr().out
     assert "branch   every arm goes on from the state of bf16 at step 3" in printed
     assert "Recipes that cannot be told apart, in percent: none." in printed
-    with monkeypatch.context() as patch:
-        step = Run.step
-
-        def slow(run: Run) -> None:
-            step(run)
-            if run.step_number == 2:
-                patch.setattr(train_moe.time, "monotonic", lambda: float("inf"))
-
-        patch.setattr(Run, "step", slow)
+    with time_is_up_after_two_steps(monkeypatch):
         assert command(parts, *arguments, "--time-limit", "1000") == train_moe.INCOMPLETE
     assert [path.name for path in tmp_path.rglob("parts/*.pt")] == ["branch-3-0.pt"]
     assert command(parts, *arguments, "--resume") == 0
@@ -474,15 +483,7 @@ def test_a_time_limit_and_going_on(
     whole, parts = tmp_path / "whole.jsonl", tmp_path / "parts.jsonl"
     arguments = ("--arms", "nvidia", "--steps", "4")
     assert command(whole, *arguments) == 0
-    with monkeypatch.context() as patch:
-        step = Run.step
-
-        def slow(run: Run) -> None:
-            step(run)
-            if run.step_number == 2:
-                patch.setattr(train_moe.time, "monotonic", lambda: float("inf"))
-
-        patch.setattr(Run, "step", slow)
+    with time_is_up_after_two_steps(monkeypatch):
         assert command(parts, *arguments, "--time-limit", "1000") == train_moe.INCOMPLETE
     saved = list(tmp_path.rglob("nvidia-0.pt"))
     assert len(saved) == 1
