@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import multiprocessing
+from torch import Tensor, multiprocessing
 
 _PRELOADED = ["torch.distributed.checkpoint", "fp4gemm.distributed", "fp4gemm.training"]
 
@@ -34,6 +34,15 @@ def in_processes(function: Callable[[int], Any], number: int) -> list[Any]:
             _process, (function, number, folder), nprocs=number, start_method=method
         )
         return [torch.load(Path(folder) / f"{rank}.pt") for rank in range(number)]
+
+
+def assert_equal(left: list[Tensor], right: list[Tensor]) -> None:
+    """Requires equal lists of finite results, of the same dtypes."""
+    assert len(left) == len(right) > 0
+    for a, b in zip(left, right, strict=True):
+        assert a.isfinite().all()
+        assert a.dtype == b.dtype
+        assert torch.equal(a, b)
 
 
 def _process(rank: int, function: Callable[[int], Any], number: int, folder: str) -> None:

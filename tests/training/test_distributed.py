@@ -15,7 +15,7 @@ import torch.distributed as dist
 from fp4gemm import training
 from fp4gemm.training import _copies, cache, fsdp
 from fp4gemm.training._gathered import transposed
-from processes import in_two_processes
+from processes import assert_equal, in_two_processes
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -25,13 +25,6 @@ from torch.distributed.fsdp import fully_shard
 def ranks() -> list[dict[Any, Any]]:
     """The results of both processes."""
     return in_two_processes(data_parallel.run)
-
-
-def assert_equal(left: list[Tensor], right: list[Tensor]) -> None:
-    assert len(left) == len(right) > 0
-    for a, b in zip(left, right, strict=True):
-        assert a.isfinite().all()
-        assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("recipe", data_parallel.REPLICATED)

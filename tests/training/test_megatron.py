@@ -29,7 +29,7 @@ from megatron.core.transformer.moe import experts
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 from megatron_training import LAYOUTS
-from processes import in_two_processes
+from processes import assert_equal, in_two_processes
 
 ROW_SCALED = ("te_per_token", "original", "rowwise", "dequantized", "forward alone", "bf16")
 SEQUENCE = pytest.mark.parametrize("sequence", [False, True], ids=["all tokens", "sequence"])
@@ -39,14 +39,6 @@ SEQUENCE = pytest.mark.parametrize("sequence", [False, True], ids=["all tokens",
 def ranks() -> list[dict[Any, Any]]:
     """The results of both processes."""
     return in_two_processes(megatron_training.run)
-
-
-def assert_equal(left: list[Tensor], right: list[Tensor]) -> None:
-    assert len(left) == len(right) > 0
-    for a, b in zip(left, right, strict=True):
-        assert a.isfinite().all()
-        assert a.dtype == b.dtype
-        assert torch.equal(a, b)
 
 
 def assert_same(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:

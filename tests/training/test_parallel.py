@@ -9,9 +9,8 @@ import pytest
 import tensor_parallel
 import torch
 from fp4gemm import training
-from processes import in_two_processes
+from processes import assert_equal, in_two_processes
 from tensor_parallel import BATCH, DRAWN_SIGNS, IN, OUT, TOKENS
-from torch import Tensor
 
 ROWS = BATCH * TOKENS // 2  # tokens of a rank
 PACKED = ROWS * (IN // 2 + IN // 16)
@@ -30,14 +29,6 @@ CASES = [
 def ranks() -> list[dict[Any, Any]]:
     """The results of both processes."""
     return in_two_processes(tensor_parallel.run)
-
-
-def assert_equal(left: list[Tensor], right: list[Tensor]) -> None:
-    assert len(left) == len(right) > 0
-    for a, b in zip(left, right, strict=True):
-        assert a.isfinite().all()
-        assert a.dtype == b.dtype
-        assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("case", CASES)
