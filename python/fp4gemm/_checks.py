@@ -44,22 +44,25 @@ def is_tensor(name: str, value: object) -> Tensor:
     if not isinstance(value, Tensor):
         raise TypeError(f"{name}: got {describe(value)}, must be a torch.Tensor")
     if not is_strided(value):
-        raise TypeError(f"{name}: layout is {value.layout}, must be torch.strided")
+        got = "is a nested tensor" if value.is_nested else f"layout is {value.layout}"
+        raise TypeError(f"{name}: {got}, must be torch.strided")
     refuse_tangent(name, value)
     return value
 
 
 def is_strided(x: Tensor) -> bool:
-    """Return whether the layout of x is torch.strided; True while torch.compile traces.
+    """Return whether x is strided and no nested tensor; True while torch.compile traces.
 
     It reads no layout in a backward pass, and its tensors are strided unless the graph makes others.
     """
-    return torch.compiler.is_compiling() or x.layout is torch.strided
+    return torch.compiler.is_compiling() or (x.layout is torch.strided and not x.is_nested)
 
 
 def describe(value: object) -> str:
     """Return a short description of a value and its type for an error text."""
     if isinstance(value, Tensor):
+        if value.is_nested:  # torch tells no shape
+            return f"a nested {value.dtype} tensor"
         return f"a {value.dtype} tensor of shape {tuple(value.shape)}"
     if isinstance(value, type):
         return f"the class {value.__name__}"
@@ -112,7 +115,7 @@ def has_memory(x: Any) -> bool:
 
 def is_misaligned(x: Any, step: int = ALIGN_BYTES) -> bool:
     """Return whether x has an address that is not a multiple of ``step``."""
-    return has_memory(x) and x.data_ptr() % step != 0
+    return has_memory(x) and is_strided(x) and x.data_ptr() % step != 0
 
 
 def is_aligned(name: str, x: Tensor, step: int = ALIGN_BYTES) -> None:
@@ -259,6 +262,11 @@ def is_choice(name: str, value: object, allowed: tuple[object, ...]) -> None:
         error = ValueError if type(value) is type(allowed[1]) else TypeError
         got = repr(value) if error is ValueError else describe(value)
         raise error(f"{name}: got {got}, must be {listing([repr(item) for item in allowed])}")
+
+
+def is_cpu_kernel(name: str, value: object) -> None:
+    if value is not None and (type(value) is not str or value != CPU_KERNEL):
+        raise ValueError(f"{name}: got {value!r}, must be None or {CPU_KERNEL!r} on the CPU")
 
 
 def is_float_dtype(name: str, dtype: object) -> None:

@@ -98,6 +98,7 @@ def rms_norm_quantize(
         or (residual is not None and (type(residual) is not Tensor or residual.requires_grad))
         or (weight is not None and (type(weight) not in _WEIGHTS or _is_learned(weight)))
         # With a tensor without memory beside others, torch calls the fake implementation.
+        or x.is_meta
         or (residual is not None and residual.is_meta)
         or (weight is not None and weight.is_meta)
     ):

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import re
+from typing import Any
 
 import bad_cases
 import fp4gemm
+import numpy as np
 import pytest
+import torch
 from bad_cases import CASES, FUNCTIONS, Case
 from fp4gemm import layout, ranks, records, reference
 
@@ -26,6 +30,39 @@ def test_unchanged_calls_are_right(name: str) -> None:
     """The calls that the cases change are right, so that each case fails because of its change."""
     function, base = FUNCTIONS[name]
     assert function(**base()) is not None
+
+
+CONTAINERS = ("NVFP4Tensor", "DecodedTensor", "PrepackedTensor", "MXFP8Tensor", "MXFP4Tensor", "FP8Tensor")
+NO_TENSORS: dict[str, Any] = {
+    "array": np.ones(3),
+    "nested": torch.nested.nested_tensor([torch.ones(3, 64), torch.ones(2, 64)]),
+    "list": [1, 2],
+}
+# torch's Tensor.to accepts a tensor in place of a device. The others are lists or are unpacked, and torch
+# refuses the length of a nested tensor.
+UNCHECKED = {
+    *((f"{name}.to", "device") for name in CONTAINERS),
+    *(
+        (f"reference.{name}", argument)
+        for name in ("gemm_epilogue", "gemm_epilogue_out")
+        for argument in ("inputs", "scalars", "aux_dtypes")
+    ),
+    ("training.convert_model", "filter"),
+    ("NVFP4Tensor.reshape", "shape"),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_arrays_lists_and_nested_tensors_are_refused_by_name(name: str) -> None:
+    """In the place of any argument; an argument that needs another one may name that."""
+    function, base = FUNCTIONS[name]
+    for argument in base():
+        for kind, value in NO_TENSORS.items():
+            if kind == "nested" and (name, argument) in UNCHECKED:
+                continue
+            with pytest.raises((TypeError, ValueError, NotImplementedError)) as error:
+                function(**{**base(), argument: value})
+            assert re.match(r"[a-z][\w.\[\]]*: ", str(error.value)), (argument, kind, str(error.value))
 
 
 def test_case_count_and_ids() -> None:

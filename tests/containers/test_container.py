@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import fp4gemm
+import numpy as np
 import pytest
 import torch
 import torch.utils._pytree as pytree
@@ -143,6 +144,7 @@ def test_torch_functions_are_refused_with_a_way_out(t: Any) -> None:
         lambda: t @ x,
         lambda: x @ t,
         lambda: torch.cat([t, t]),
+        lambda: np.asarray(t),
     ):
         with pytest.raises(TypeError, match=r"does not accept an fp4gemm\.\w+, must get a torch\.Tensor; "):
             call()

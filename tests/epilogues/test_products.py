@@ -478,6 +478,13 @@ def test_c_is_not_out_beside_a_new_auxiliary_output(
     refused(gen, r"out: overlaps c, must be apart", epilogue=both, out=y)
 
 
+def test_arguments_have_names() -> None:
+    with pytest.raises(
+        TypeError, match=r"^row_gate: got a .* without a name, must get keywords: gate, aux_d"
+    ):
+        examples.row_gate(torch.ones(M))  # type: ignore[misc]
+
+
 def test_aux_out_names_outputs() -> None:
     with pytest.raises(TypeError, match="aux_out: got 'up', must be an auxiliary output of squared_relu"):
         examples.squared_relu(aux_out={"up": torch.zeros(M, N)})

@@ -235,7 +235,7 @@ BAD: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "w2": (
         lambda: nn.Experts.from_float(**_w(w2=torch.randn(G, D, 64))),
         ValueError,
-        r"^w2: its \(g, d, intermediate\) is \(4, 64, 64\), must be \(4, 64, 96\)",
+        r"^w2: shape is \(4, 64, 64\), must be \(g, d, intermediate\), which is \(4, 64, 96\)",
     ),
     "dtype": (
         lambda: nn.Experts.from_float(**_w(w2=torch.randn(G, D, INTER).half())),
@@ -276,6 +276,11 @@ CALLS: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]], t
         ValueError,
         r"^topk_weights: shape is \(7, 1\), must be \(7, 2\) as of topk_ids",
     ),
+    "weights-type": (
+        lambda x, i, w: (x, i, w.tolist()),
+        TypeError,
+        r"^topk_weights: got \[\[.*\(list\), must be a torch.Tensor",
+    ),
     "twice": (
         lambda x, i, w: (x, i[:, :1].expand(-1, 2), w),
         ValueError,
@@ -288,8 +293,11 @@ CALLS: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]], t
 def test_bad_calls(
     change: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]], error: type[Exception], text: str
 ) -> None:
-    with pytest.raises(error, match=text):
-        experts()(*change(*routed()))
+    module = experts()
+    for _ in range(2):  # also after a call that was right, whose checks are not made again
+        with pytest.raises(error, match=text):
+            module(*change(*routed()))
+        module(*routed())
 
 
 def test_the_layout_of_the_float_weights_is_known() -> None:

@@ -338,3 +338,11 @@ def test_check_finite_while_a_graph_is_traced() -> None:
     assert same_bits(compiled(x), layer(x))
     with pytest.raises(ValueError, match=r"^x: 1 of 384 values are NaN"):
         compiled(next(bad_inputs()))
+
+
+def test_a_weight_that_is_not_strided_is_refused() -> None:
+    layer = nn.Linear.from_float(float_linear())
+    before = copy.deepcopy(layer)
+    with pytest.raises(TypeError, match=r"^weight: layout is torch.sparse_coo, must be torch.strided"):
+        layer.update_(torch.ones(layer.out_features, layer.in_features).to_sparse())
+    assert same_state(layer, before)

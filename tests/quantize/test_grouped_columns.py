@@ -261,7 +261,7 @@ def test_products_of_groups_are_gradients(device: torch.device, gen: torch.Gener
 def test_a_product_of_no_rows(scaling: str, device: torch.device) -> None:
     """Without groups there is no block along m; one group of no rows gives the operands of a zero dW."""
     x, dy = (torch.ones(0, k, dtype=torch.bfloat16, device=device) for k in (64, 96))
-    says = r"^x: m is 0, must be a positive multiple of 16 with axis 0; offs = \[0\], one group of all rows"
+    says = r"^x: m is 0, must be a positive multiple of 16 for blocks along m; offs = \[0\], one group of all"
     with pytest.raises(ValueError, match=says):
         fp4gemm.quantize(x, axis=0, scaling=scaling)
     offs = torch.zeros(1, dtype=torch.int32, device=device)

@@ -411,6 +411,23 @@ N = (
 )
 add(N, "weight", "type", lambda: 1.0, TYPE, "got 1.0 (float), must be a torch.Tensor")
 add(N, "weight", "dtype", lambda: ones(K), TYPE, "dtype is torch.float32, must be torch.float16")
+add(N, "weight", "sparse", lambda: half(K).to_sparse(), TYPE, "layout is torch.sparse_coo, must be torch.str")
+add(
+    N,
+    "x",
+    "nested",
+    lambda: torch.nested.nested_tensor([half(3, K)]),
+    TYPE,
+    "is a nested tensor, must be tor",
+)
+add_together(
+    "rms_norm_quantize rms_norm_quantize_fp8",
+    "weight-memory",
+    lambda: {"x": half(M, K).to("meta"), "weight": half(K)},
+    VALUE,
+    "device is cpu, must be meta",
+    "weight",
+)
 add(N, "weight", "shape", lambda: half(M), VALUE, "shape is (33,), must be (64,)")
 add(N, "weight", "device", lambda: half(K).to("meta"), VALUE, "device is meta, must be cpu")
 add(N, "weight", "strides", lambda: every_other(half(K)), VALUE, "must be contiguous")

@@ -243,6 +243,9 @@ class Container:
     def __rmatmul__(self, other: object) -> NoReturn:
         self._refuse("@")
 
+    def __array__(self, *_: object, **__: object) -> NoReturn:
+        self._refuse("numpy.asarray")
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         memo[id(self)] = copied = self._mapped(lambda part: copy.deepcopy(part, memo))
         return copied

@@ -195,7 +195,7 @@ def quantize_mx(
     call is the operator, of x, axis, swizzled and offs; function is the name of the cast, for messages.
     """
     _checks.is_bool("swizzled", swizzled)
-    if isinstance(x, Tensor) and x.dim() == 3:
+    if isinstance(x, Tensor) and x.dim() == 3 and _checks.is_strided(x):
         for name, value, wanted in (("offs", offs, None), ("swizzled", swizzled, True)):
             if value is not wanted:
                 raise ValueError(f"{name}: got {_checks.describe(value)}, must be {wanted} for x of rank 3")

@@ -177,7 +177,7 @@ class Epilogue:
 
     def __call__(
         self,
-        *,
+        *positional: Any,
         aux_dtypes: Mapping[str, torch.dtype] | None = None,
         aux_out: Mapping[str, Tensor] | None = None,
         **values: Any,
@@ -196,6 +196,11 @@ class Epilogue:
             TypeError: an argument is missing, unknown or no tensor or number.
         """
         known = [p.name for p in self.parameters if p.kind in (*VECTORS, "scalars", "bias", "c")]
+        if positional:
+            raise TypeError(
+                f"{self.name}: got {_checks.describe(positional[0])} without a name, must get keywords: "
+                f"{', '.join([*known, _DTYPES, _OUT])}"
+            )
         for name, value in values.items():
             if name not in known:
                 raise TypeError(

@@ -125,6 +125,7 @@ def check_linear(linear: object, activations: str) -> None:
 
 def check_float_weight(name: str, weight: Tensor, shape: tuple[int, ...]) -> None:
     """Raise TypeError or ValueError unless a weight can be quantized. Synchronises."""
+    _checks.is_tensor(name, weight)
     _checks.has_dtype(name, weight, _checks.FLOAT_DTYPES)
     _checks.has_shape(name, weight, shape)
     if not weight.is_meta:

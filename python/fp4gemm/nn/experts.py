@@ -491,6 +491,7 @@ class Experts(Invariant, torch.nn.Module):
             and (tokens != "16-bit" or x.dtype is not torch.float32)  # x is rounded first
             and not adapters13
             and not adapters2
+            and type(topk_weights) is Tensor
             and not (torch.is_grad_enabled() and (x.requires_grad or topk_weights.requires_grad))
         ):
             try:
@@ -718,8 +719,8 @@ def check_shapes(w13: Tensor | Weight, w2: Tensor | Weight, activation: Activati
     wanted = (g, d, activation.width(n13))
     if tuple(w2.shape) != wanted:
         raise ValueError(
-            f"w2: its (g, d, intermediate) is {tuple(w2.shape)}, must be {wanted} for w13 {tuple(w13.shape)} "
-            f"and activation {activation.name!r}"
+            f"w2: shape is {tuple(w2.shape)}, must be (g, d, intermediate), which is {wanted} beside w13 "
+            f"(g, n13, d) of shape {tuple(w13.shape)} with activation {activation.name!r}"
         )
 
 

@@ -654,13 +654,11 @@ def checked(call: GemmCall) -> tuple[GemmCall, tuple[int, ...], Epilogue]:
         factors and the bias.
     """
     name, dtype = function_of(call), call.out_dtype
+    _checks.is_tensor("a", call.a)
     _checks.is_float_dtype("out_dtype", dtype)
     _checks.is_bool("batch_invariant", call.batch_invariant)
     _checks.fast_accum(call.use_fast_accum, is_tokens(call))
-    if call.kernel_name not in (None, _checks.CPU_KERNEL):
-        raise ValueError(
-            f"kernel_name: got {call.kernel_name!r}, must be None or {_checks.CPU_KERNEL!r} on the CPU"
-        )
+    _checks.is_cpu_kernel("kernel_name", call.kernel_name)
     call = checked_operands(_unprepacked(call))
     shape = checked_shape(call, dtype)
     device, offs, bias = call.a.device, call.offs, call.bias

@@ -238,7 +238,7 @@ def _check_eden(values: Mapping[str, Any]) -> None:
         )
     for name, wanted in EDEN_NEEDS.items():
         got = values.get(name, wanted)
-        if got != wanted and not (name == "e4m3_max" and got is None):
+        if not _equals(got, wanted) and not (name == "e4m3_max" and got is None):
             needs = ", ".join(f"{needed} {value!r}" for needed, value in EDEN_NEEDS.items())
             raise ValueError(f"encode: got 'eden' with {name} {got!r}; 'eden' needs {needs}")
 
@@ -266,8 +266,12 @@ def signs_of(values: Mapping[str, Any]) -> int | None:
 
 def _is_given(name: str, value: object) -> bool:
     """Whether a value differs from the default of its keyword."""
-    default = KEYWORDS[name].default
-    return value is not default and (isinstance(value, Tensor) or value != default)
+    return not _equals(value, KEYWORDS[name].default)
+
+
+def _equals(value: object, wanted: object) -> bool:
+    """Whether they are equal, of one type; the comparison of tensors and arrays is no truth value."""
+    return value is wanted or (wanted is not None and type(value) is type(wanted) and value == wanted)
 
 
 def _is_given_in(values: Mapping[str, Any], name: str) -> bool:
@@ -281,7 +285,11 @@ def _shown(value: object) -> str:
 def _goes_together(name: str, value: object, values: Mapping[str, Any]) -> None:
     """Raise NotImplementedError if a keyword that is given excludes another one of these values."""
     option = KEYWORDS[name]
-    wrong = {other: "" for other, wanted in option.requires.items() if values.get(other, wanted) != wanted}
+    wrong = {
+        other: ""
+        for other, wanted in option.requires.items()
+        if not _equals(values.get(other, wanted), wanted)
+    }
     wrong |= {
         other: instead
         for other, instead in EXCLUDED[name].items()
@@ -312,7 +320,7 @@ def axis(value: object, x: Tensor, step: int | None) -> int:
     m = x.shape[-2]
     if value == 0 and step is not None and (m <= 0 or m % step):
         of_any = "" if x.dim() > 2 else f"; offs = [{m}], one group of all rows, allows any m, also 0"
-        raise ValueError(f"x: m is {m}, must be a positive multiple of {step} with axis 0{of_any}")
+        raise ValueError(f"x: m is {m}, must be a positive multiple of {step} for blocks along m{of_any}")
     return 0 if value == 0 else -1
 
 

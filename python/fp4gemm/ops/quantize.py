@@ -255,9 +255,9 @@ def check_stack(call: QuantizeStackCall) -> None:
         raise ValueError("rows: got False, must be True where columns is False")
     if call.columns:
         _checks.is_multiple("x", "n", n, _checks.BLOCK)
+    check_options(narrowed(QuantizeCall, call, rows=None))
     if call.rows and call.block_rows == 1:
         _checks.refuse("rows", True, "False", "block_rows 1")
-    check_options(narrowed(QuantizeCall, call, rows=None))
     if call.amax is not None:
         if call.per_row:
             option_checks.given_amax("amax", call.amax, k, True, x.device, stack=g)

@@ -275,7 +275,7 @@ def check_arguments(
     x = _checks.is_tensor("x", x)
     _checks.refuse_transform("x", x)
     form = "(n, k)" if rank == 2 else "(g, n, k)"
-    if isinstance(weight, tuple):
+    if rank == 3 and isinstance(weight, tuple):
         w: Tensor = weight[0]
         shape = (len(weight), *w.shape)
     else:
