@@ -212,6 +212,35 @@ LaneFunction pick_add(Instruction const& in) {
              : pick_integer<Operation>(in);
 }
 
+/// .f32x2: the operation on both halves of registers of 64 bits.
+template <class Operation>
+void pair_lanes(Instruction const& in, u64* d, u64 const* const* s, u32 mask) {
+  LaneFunction const one = pick_float<Operation>(in);
+  u64 halves[3][kWarpSize] = {}, result[2][kWarpSize] = {};
+  u64 const* const sources[3] = {halves[0], halves[1], halves[2]};
+  for (int half = 0; half < 2; ++half) {
+    for (size_t i = 0; i + 1 < in.operands.size(); ++i) {
+      for (int l = 0; l < kWarpSize; ++l) {
+        halves[i][l] = s[i][l] >> 32 * half & 0xFFFFFFFF;
+      }
+    }
+    one(in, result[half], sources, mask);
+  }
+  for (int l = 0; l < kWarpSize; ++l) {
+    if (mask >> l & 1) {
+      d[l] = result[0][l] | result[1][l] << 32;
+    }
+  }
+}
+
+LaneFunction pick_pair(std::string const& name) {
+  return name == "add"   ? pair_lanes<Add>
+         : name == "sub" ? pair_lanes<Sub>
+         : name == "mul" ? pair_lanes<Mul>
+         : name == "fma" ? pair_lanes<Fma>
+                         : nullptr;
+}
+
 /// The lane function of an instruction; null if it is not modelled.
 LaneFunction pick(Instruction const& in) {
   std::string const& name = in.parts[0];
@@ -276,7 +305,8 @@ void and_lanes(Instruction const&, u64* d, u64 const* const* s, u32 mask) {
 }  // namespace
 
 bool decode_arithmetic(Instruction& in) {
-  in.type = parse_type(in.parts.back());
+  bool const pair = in.parts.back() == "f32x2";
+  in.type = pair ? Type::kF32 : parse_type(in.parts.back());
   in.flush = in.has("ftz") && in.type == Type::kF32;
   in.saturate = in.has("sat");
   in.rounding = in.has("rz")   ? Rounding::kZero
@@ -294,7 +324,7 @@ bool decode_arithmetic(Instruction& in) {
       default: break;
     }
   }
-  in.lanes = pick(in);
+  in.lanes = pair ? pick_pair(in.parts[0]) : pick(in);
   return in.lanes != nullptr;
 }
 

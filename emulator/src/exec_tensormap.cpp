@@ -2,6 +2,9 @@
 // "tensormap.replace", "tensormap.cp_fenceproxy").
 #include "tensormap.hpp"
 
+#include <algorithm>
+#include <cstring>
+
 #include "families.hpp"
 #include "machine.hpp"
 #include "races.hpp"
@@ -11,6 +14,8 @@ namespace ptxemu {
 namespace {
 
 enum Field { kAddress, kDim, kStride };
+
+constexpr u64 kStrideLimit = 1ull << 40;
 
 }  // namespace
 
@@ -24,13 +29,52 @@ u32 element_bits(u32 dtype) {
   return bits[dtype];
 }
 
+EncodedTensorMap::EncodedTensorMap(TensorMap const& map) : EncodedTensorMap() {
+  address = map.address;
+  tag = kTensorMapTag | (map.has_faulty_bit ? kOutOfBoundsBit : 0);
+  rank = static_cast<u8>(map.rank);
+  dtype = static_cast<u8>(map.dtype);
+  swizzle = static_cast<u8>(map.swizzle);
+  unused = 0;
+  std::memset(element_stride, 0, sizeof element_stride);
+  for (u32 d = 0; d < 5; ++d) {
+    dim[d] = map.dim[d];
+    box[d] = static_cast<u8>(map.box[d] - 1);
+    element_stride[d / 2] |= static_cast<u8>(map.element_stride[d] - 1) << d % 2 * 4;
+    if (d > 0) {
+      // A stride that does not fit becomes the largest number that does, which breaks a rule as well.
+      u64 const stride = std::min(map.stride[d], kStrideLimit - 1);
+      stride_low[d - 1] = static_cast<u32>(stride);
+      stride_high[d - 1] = static_cast<u8>(stride >> 32);
+    }
+  }
+}
+
+bool EncodedTensorMap::is_valid() const { return (tag & ~kOutOfBoundsBit) == kTensorMapTag; }
+
+TensorMap EncodedTensorMap::decoded() const {
+  TensorMap map{};
+  map.address = address;
+  map.rank = rank;
+  map.dtype = dtype;
+  map.swizzle = swizzle;
+  map.has_faulty_bit = (tag & kOutOfBoundsBit) != 0;
+  for (u32 d = 0; d < 5; ++d) {
+    map.dim[d] = dim[d];
+    map.box[d] = box[d] + 1u;
+    map.element_stride[d] = (element_stride[d / 2] >> d % 2 * 4 & 15) + 1u;
+    map.stride[d] = d == 0 ? 0 : u64{stride_high[d - 1]} << 32 | stride_low[d - 1];
+  }
+  return map;
+}
+
 u32 TensorMap::row_bytes() const {
   return box[0] * (dtype == kPacked16U4Align16 ? 8 : element_bits(dtype)) / 8;
 }
 
 u32 TensorMap::box_bytes() const {
   u32 bytes = row_bytes();
-  for (int d = 1; d < rank; ++d) {
+  for (u32 d = 1; d < rank; ++d) {
     bytes *= box[d];
   }
   return bytes;
@@ -38,7 +82,7 @@ u32 TensorMap::box_bytes() const {
 
 u64 TensorMap::span_bytes() const {
   u64 last = (static_cast<u64>(dim[0]) * element_bits(dtype) + 7) / 8;
-  for (int d = 1; d < rank; ++d) {
+  for (u32 d = 1; d < rank; ++d) {
     last += (static_cast<u64>(dim[d]) - 1) * stride[d];
   }
   return last;
@@ -46,7 +90,7 @@ u64 TensorMap::span_bytes() const {
 
 bool TensorMap::is_dense() const {
   u64 elements = 1;
-  for (int d = 0; d < rank; ++d) {
+  for (u32 d = 0; d < rank; ++d) {
     elements *= dim[d];
   }
   return elements * element_bits(dtype) / 8 == span_bytes();
@@ -70,7 +114,7 @@ std::string TensorMap::broken_rule() const {
     if (element_stride[d] == 0 || element_stride[d] > 8) {
       return format_text("elementStrides[%u] is %u, must be 1 to 8", d, element_stride[d]);
     }
-    if (d > 0 && (stride[d] % alignment != 0 || stride[d] >= 1ull << 40)) {
+    if (d > 0 && (stride[d] % alignment != 0 || stride[d] >= kStrideLimit)) {
       return format_text("globalStrides[%u] is %llu, must be a multiple of %u bytes below 2^40%s", d - 1,
                          static_cast<unsigned long long>(stride[d]), alignment, of);
     }
@@ -101,7 +145,7 @@ std::string TensorMap::broken_rule() const {
 std::string TensorMap::describe() const {
   static char const* const swizzles[] = {"none", "32B", "64B", "128B", "128B-atom32B"};
   std::string text = format_text("dtype %u rank %u swizzle %s box ", dtype, rank, swizzles[swizzle]);
-  for (int d = 0; d < rank; ++d) {
+  for (u32 d = 0; d < rank; ++d) {
     text += format_text("%s%u", d == 0 ? "" : "x", box[d]);
   }
   return text;
@@ -138,11 +182,12 @@ Outcome Machine::exec_tensormap_replace(Warp& warp, Group&, Instruction const& i
     u64 const at = address[l] >= kSharedWindow ? address[l] - kSharedWindow : address[l];
     u32 offset;
     Cta* const cta = shared_cta(warp.cta, static_cast<u32>(at), false, &offset);
-    TensorMap map;
-    shared_read(warp, cta, offset, sizeof map, &map);
-    if ((map.tag & ~kOutOfBoundsBit) != kTensorMapTag) {
+    EncodedTensorMap encoded;
+    shared_read(warp, cta, offset, sizeof encoded, &encoded);
+    if (!encoded.is_valid()) {
       fatal("tensormap.replace: there is no tensor map at %u", offset);
     }
+    TensorMap map = encoded.decoded();
     if (in.mode[0] == kAddress) {
       map.address = second[l];
     } else {
@@ -157,7 +202,8 @@ Outcome Machine::exec_tensormap_replace(Warp& warp, Group&, Instruction const& i
         map.stride[index] = third[l];
       }
     }
-    shared_write(warp, cta, offset, sizeof map, &map);
+    encoded = EncodedTensorMap(map);
+    shared_write(warp, cta, offset, sizeof encoded, &encoded);
   }
   return Outcome::kNext;
 }
@@ -172,9 +218,11 @@ Outcome Machine::exec_tensormap_copy(Warp& warp, Group& group, Instruction const
     u32 offset;
     Cta* const cta =
         shared_cta(warp.cta, static_cast<u32>(uniform(warp, in.operands[1], mask)), false, &offset);
-    TensorMap map;
-    shared_read(warp, cta, offset, sizeof map, &map);
-    memory_write(warp, Space::kGlobal, to, sizeof map, 0, &map);
+    // The half without contents may be uninitialised.
+    u8 bytes[kTensorMapBytes];
+    std::memcpy(bytes, shared_bytes(cta, offset, sizeof bytes), sizeof bytes);
+    shared_read(warp, cta, offset, sizeof(EncodedTensorMap), bytes);
+    memory_write(warp, Space::kGlobal, to, sizeof bytes, 0, bytes);
     if (races_ != nullptr) {
       races_->change_map(warp, to);
     }

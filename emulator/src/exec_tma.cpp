@@ -67,7 +67,7 @@ struct BoxRow {
 template <class Visit>
 void for_each_row(TensorMap const& map, i32 const* coordinates, Visit const& visit) {
   u32 rows = 1;
-  for (int d = 1; d < map.rank; ++d) {
+  for (u32 d = 1; d < map.rank; ++d) {
     rows *= map.box[d];
   }
   // Elements of less than a byte make a row start and end at any bit; only whole bytes are modelled.
@@ -100,7 +100,7 @@ void for_each_row(TensorMap const& map, i32 const* coordinates, Visit const& vis
 
 void read_coordinates(Instruction const& in, TensorMap const& map, size_t count, i32* coordinates,
                       std::vector<u64> const& values) {
-  if (map.rank != in.mode[0] || count != map.rank) {
+  if (map.rank != static_cast<u32>(in.mode[0]) || count != map.rank) {
     fatal("TMA: the instruction has rank %d, its tensor map rank %u", in.mode[0], map.rank);
   }
   for (size_t i = 0; i < count; ++i) {
@@ -116,23 +116,24 @@ struct Coordinates {
 
 /// The tensor map at an address in the kernel's parameters or in global memory; fatal if there is none.
 TensorMap Machine::read_tensormap(u64 address) {
-  TensorMap map;
+  EncodedTensorMap encoded;
   if (address % 64 != 0) {
     fatal("tensor map at 0x%llx, must be a multiple of 64", static_cast<unsigned long long>(address));
   }
   if (address >= kParamWindow && address < kParamWindow + launch_.params.size()) {
     u64 const offset = address - kParamWindow;
-    if (offset + sizeof map > launch_.params.size()) {
+    if (offset + kTensorMapBytes > launch_.params.size()) {
       fatal("tensor map beyond the parameters");
     }
-    std::memcpy(&map, &launch_.params[offset], sizeof map);
+    std::memcpy(&encoded, &launch_.params[offset], sizeof encoded);
   } else {
-    DeviceMemory::instance().check(address, sizeof map, "read of a tensor map");
-    std::memcpy(&map, reinterpret_cast<void const*>(address), sizeof map);
+    DeviceMemory::instance().check(address, kTensorMapBytes, "read of a tensor map");
+    std::memcpy(&encoded, reinterpret_cast<void const*>(address), sizeof encoded);
   }
-  if ((map.tag & ~kOutOfBoundsBit) != kTensorMapTag) {
+  if (!encoded.is_valid()) {
     fatal("there is no tensor map at 0x%llx", static_cast<unsigned long long>(address));
   }
+  TensorMap const map = encoded.decoded();
   if (std::string const broken = map.broken_rule(); !broken.empty()) {  // by tensormap.replace
     fatal("tensor map at 0x%llx: %s", static_cast<unsigned long long>(address), broken.c_str());
   }
@@ -143,7 +144,7 @@ TensorMap Machine::read_tensormap(u64 address) {
   if (char const* const wrong = races_ == nullptr ? nullptr : races_->use_map(*current_warp_, address)) {
     hazard("use of the tensor map at 0x%llx, %s", static_cast<unsigned long long>(address), wrong);
   }
-  if ((map.tag & kOutOfBoundsBit) != 0 && map.span_bytes() < kSmallTensorBytes && !map.is_dense()) {
+  if (map.has_faulty_bit && map.span_bytes() < kSmallTensorBytes && !map.is_dense()) {
     fatal(
         "tensor map at 0x%llx: its tensor spans %llu bytes and has gaps, and bit 85 of the map, which the "
         "driver "

@@ -19,7 +19,8 @@ namespace ptxemu {
 namespace {
 
 /// CUtensorMapDataType by the number in the hardware's tensor map; those that the DSL's kernels used here.
-std::unordered_map<u32, u32> const kTypes = {{1, CU_TENSOR_MAP_DATA_TYPE_UINT16},
+std::unordered_map<u32, u32> const kTypes = {{0, CU_TENSOR_MAP_DATA_TYPE_UINT8},
+                                             {1, CU_TENSOR_MAP_DATA_TYPE_UINT16},
                                              {10, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16},
                                              {11, CU_TENSOR_MAP_DATA_TYPE_16U4_ALIGN8B}};
 
@@ -59,15 +60,19 @@ cudaError_t launch(cudaLaunchConfig_t const* config, void const* function, void*
   if (kernel == nullptr) {
     return cudaErrorInvalidDeviceFunction;
   }
-  // A parameter of 128 bytes is a tensor map, of which the host code writes 64.
+  // A parameter of 128 bytes is a tensor map, of which the host code writes 64, or calls for the driver's.
   std::vector<CUtensorMap> maps(kernel->parameters.size());
   std::vector<void*> given(arguments, arguments + kernel->parameters.size());
   for (size_t i = 0; i < given.size(); ++i) {
     if (kernel->parameters[i].bytes == sizeof(CUtensorMap)) {
-      u64 words[8];
-      std::memcpy(words, given[i], sizeof words);
-      translate(words, maps[i]);
-      given[i] = &maps[i];
+      EncodedTensorMap map;
+      std::memcpy(&map, given[i], sizeof map);
+      if (!map.is_valid()) {
+        u64 words[8];
+        std::memcpy(words, given[i], sizeof words);
+        translate(words, maps[i]);
+        given[i] = &maps[i];
+      }
     }
   }
   return cudaLaunchKernelExC(config, function, given.data());
@@ -119,6 +124,23 @@ cudaError_t _cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int de
 }
 cudaError_t _cudaDeviceSynchronize() { return cudaDeviceSynchronize(); }
 cudaError_t _cudaStreamSynchronize(cudaStream_t stream) { return cudaStreamSynchronize(stream); }
+
+/// The DSL's library ends the process.
+void cuda_dialect_assert_success(int error) {
+  if (error != 0) {
+    Session::instance().report_fatal("the host code expects success, got error " + std::to_string(error) +
+                                     ": " + Session::instance().last_error);
+  }
+}
+
+CUresult _cuTensorMapEncodeTiled(CUtensorMap* out, CUtensorMapDataType type, cuuint32_t rank, void* address,
+                                 cuuint64_t const* dims, cuuint64_t const* strides, cuuint32_t const* box,
+                                 cuuint32_t const* element_strides, CUtensorMapInterleave interleave,
+                                 CUtensorMapSwizzle swizzle, CUtensorMapL2promotion promotion,
+                                 CUtensorMapFloatOOBfill fill) {
+  return cuTensorMapEncodeTiled(out, type, rank, address, dims, strides, box, element_strides, interleave,
+                                swizzle, promotion, fill);
+}
 
 cudaError_t _cudaLaunchKernelEx(cudaLaunchConfig_t const* config, void const* function, void** arguments) {
   try {

@@ -124,24 +124,24 @@ CUresult cuTensorMapEncodeTiled(CUtensorMap* out, CUtensorMapDataType type, cuui
   }
   TensorMap map = {};
   map.address = address_of(address);
-  map.tag = kTensorMapTag;
-  map.rank = static_cast<u8>(rank);
-  map.dtype = static_cast<u8>(type);
-  map.swizzle = static_cast<u8>(swizzle);
-  for (u32 i = 0; i < rank; ++i) {
-    // Numbers beyond the fields become some that break the same rule.
-    map.dim[i] = dims[i] > 0xFFFFFFFFull ? 0 : static_cast<u32>(dims[i]);
-    map.box[i] = static_cast<u16>(std::min<u32>(box[i], 0xFFFF));
-    map.element_stride[i] = static_cast<u8>(std::min<u32>(element_strides[i], 0xFF));
-    map.stride[i] = i > 0 ? strides[i - 1] : 0;
+  map.rank = rank;
+  map.dtype = static_cast<u32>(type);
+  map.swizzle = static_cast<u32>(swizzle);
+  map.has_faulty_bit = Session::instance().options.faulty_tensor_maps != 0;
+  for (u32 i = 0; i < 5; ++i) {
+    bool const used = i < rank;
+    // A number beyond the field becomes one that breaks the same rule.
+    map.dim[i] = !used || dims[i] > 0xFFFFFFFFull ? 0 : static_cast<u32>(dims[i]);
+    map.box[i] = used ? box[i] : 1;
+    map.element_stride[i] = used ? element_strides[i] : 1;
+    map.stride[i] = used && i > 0 ? strides[i - 1] : 0;
   }
   if (std::string const broken = map.broken_rule(); !broken.empty()) {
     return refuse(broken);
   }
-  if (Session::instance().options.faulty_tensor_maps != 0) {
-    map.tag |= kOutOfBoundsBit;
-  }
-  std::memcpy(out, &map, sizeof map);
+  EncodedTensorMap const encoded(map);
+  std::memset(out, 0, sizeof *out);
+  std::memcpy(out, &encoded, sizeof encoded);
   return CUDA_SUCCESS;
 }
 

@@ -5,19 +5,17 @@
 
 namespace ptxemu {
 
-/// What the emulator stores in the 128 bytes of a CUtensorMap. NVIDIA does not document the real encoding;
-/// the one bit of it that code outside of the driver touches, kOutOfBoundsBit, is where the hardware has it.
+/// A tensor map.
 struct TensorMap {
   u64 address;    // of the tensor in global memory
-  u64 tag;        // kTensorMapTag, with or without kOutOfBoundsBit
   u64 stride[5];  // bytes between neighbours along a dimension; [0] is not used
   u32 dim[5];     // elements
-  u16 box[5];     // elements
-  u8 element_stride[5];
-  u8 rank;
-  u8 dtype;    // CUtensorMapDataType
-  u8 swizzle;  // CUtensorMapSwizzle
-  u8 reserved[128 - 2 * 8 - 5 * 8 - 5 * 4 - 5 * 2 - 5 - 3];
+  u32 box[5];     // elements
+  u32 element_stride[5];
+  u32 rank;
+  u32 dtype;            // CUtensorMapDataType
+  u32 swizzle;          // CUtensorMapSwizzle
+  bool has_faulty_bit;  // kOutOfBoundsBit
 
   u32 row_bytes() const;  // bytes of the box along the first dimension
   u32 box_bytes() const;
@@ -27,15 +25,38 @@ struct TensorMap {
   /// The rule of cuTensorMapEncodeTiled's documentation that the map breaks, or "".
   std::string broken_rule() const;
 };
-static_assert(sizeof(TensorMap) == 128, "a CUtensorMap has 128 bytes");
 
-/// Marks 128 bytes as a tensor map of this emulator.
-constexpr u64 kTensorMapTag = 0x70616d5478547065ull;
+/// What the emulator stores of a tensor map in the first half of the 128 bytes of a CUtensorMap. NVIDIA does
+/// not document the real encoding. It fits in 64 bytes too: kernels of the CUTLASS DSL copy no more to shared
+/// memory. The one bit of it that code outside of the driver touches, kOutOfBoundsBit, is where the hardware
+/// has it.
+struct EncodedTensorMap {
+  u64 address;
+  u32 tag;  // kTensorMapTag, with or without kOutOfBoundsBit
+  u8 rank, dtype, swizzle, unused;
+  u32 dim[5];
+  u32 stride_low[4];  // of the second and later dimensions
+  u8 stride_high[4];
+  u8 box[5];             // less 1
+  u8 element_stride[3];  // less 1, two in a byte
+
+  explicit EncodedTensorMap(TensorMap const& map);
+  EncodedTensorMap() = default;
+  /// Whether these bytes are a tensor map.
+  bool is_valid() const;
+  TensorMap decoded() const;
+};
+static_assert(sizeof(EncodedTensorMap) == 64, "the half of a CUtensorMap that has contents");
+/// The bytes of a CUtensorMap.
+constexpr u32 kTensorMapBytes = 128;
+
+/// Marks bytes as a tensor map of this emulator.
+constexpr u32 kTensorMapTag = 0x78547065;
 /// Bit 85 of the map, bit 21 of its second 64-bit word: how addresses beyond the tensor are generated.
 /// Drivers up to CUDA 13.2 always set it. On Blackwell it must be 1 for tensors of 128 KiB or more and 0
 /// below; older GPUs ignore it. Loads through a map of a smaller tensor with gaps may fault while the bit is
 /// set, so callers of cuTensorMapEncodeTiled clear it for tensors that span less than kSmallTensorBytes.
-constexpr u64 kOutOfBoundsBit = 1ull << 21;
+constexpr u32 kOutOfBoundsBit = 1u << 21;
 constexpr u64 kSmallTensorBytes = 128 << 10;
 static_assert((kTensorMapTag & kOutOfBoundsBit) == 0, "the tag leaves the bit free");
 

@@ -181,6 +181,25 @@ def test_float(bench, code):
         np.testing.assert_array_equal(np.where(actual == 0, np.float32(0), actual), finite)
 
 
+@pytest.mark.parametrize("half", [0, 1])
+@pytest.mark.parametrize(
+    ("code", "function"),
+    [
+        ("add.rn.f32x2 %x2, %x0, %x1", lambda a, b: a + b),
+        ("sub.f32x2 %x2, %x0, %x1", lambda a, b: a - b),
+        ("mul.f32x2 %x2, %x0, %x1", lambda a, b: a * b),
+        ("fma.rn.f32x2 %x2, %x0, %x1, %x1", lambda a, b: _fma(a, b, b)),
+    ],
+)
+def test_pairs_of_f32(bench, code, function, half):
+    a, b, c = (_RNG.normal(0, 100, 32).astype(np.float32) for _ in range(3))
+    moves = ".reg .b64 %x<3>; .reg .f32 %y<2>; mov.b64 %x0, {%a0, %a1}; mov.b64 %x1, {%a1, %a2};"
+    actual = bench.lanes(
+        f"{moves} {code}; mov.b64 {{%y0, %y1}}, %x2; mov.f32 %out, %y{half};", [a, b, c], np.float32
+    )
+    np.testing.assert_array_equal(actual, function(*((b, c) if half else (a, b))).astype(np.float32))
+
+
 @pytest.mark.parametrize(("mode", "direction"), [("rm", -np.inf), ("rp", np.inf), ("rz", 0)])
 def test_directed_rounding(bench, mode, direction):
     a, b, c = (_RNG.normal(0, 100, 32).astype(np.float32) for _ in range(3))
