@@ -15,6 +15,11 @@ constexpr bool is_mx(fp4gemm_format_t format) {
   return format == FP4GEMM_FORMAT_MXFP8 || format == FP4GEMM_FORMAT_MXFP4;
 }
 
+/// Whether two MX formats are multiplied: A and B in one format, or MXFP8 tokens by MXFP4 weights.
+constexpr bool multiplies_mx(fp4gemm_format_t a, fp4gemm_format_t b) {
+  return (is_mx(a) && a == b) || (a == FP4GEMM_FORMAT_MXFP8 && b == FP4GEMM_FORMAT_MXFP4);
+}
+
 /// The limits and alignments, for the checks and their messages.
 struct Rules {
   static constexpr int kPointerBytes = 16;     // of every matrix and scale buffer

@@ -51,17 +51,22 @@ fp4gemm_status_t check_fp8(GemmArgs const& args) {
   return check_flag("use_fast_accum", args.use_fast_accum);
 }
 
-/// Operands of an MX format multiply those of the same format and nothing else.
+/// Operands of an MX format multiply those of the same format, MXFP8 ones also a B in MXFP4, and nothing
+/// else.
 fp4gemm_status_t check_mx(GemmArgs const& args) {
-  fp4gemm_format_t const format = is_mx(args.a.format) ? args.a.format : args.b.format;
-  char const* const name = format == FP4GEMM_FORMAT_MXFP8 ? "FP4GEMM_FORMAT_MXFP8" : "FP4GEMM_FORMAT_MXFP4";
-  FP4GEMM_CHECK(!quantizes_a(args),
-                "quantize_a: is %d, must be FP4GEMM_QUANTIZE_A_NONE with an operand in %s",
-                static_cast<int>(args.quantize_a), name);
-  FP4GEMM_CHECK(args.b.format == format, "b: format is %d, must be %s as of a",
-                static_cast<int>(args.b.format), name);
-  FP4GEMM_CHECK(args.a.format == format, "a: format is %d, must be %s as of b",
-                static_cast<int>(args.a.format), name);
+  constexpr char kMxfp8[] = "FP4GEMM_FORMAT_MXFP8";
+  constexpr char kMxfp4[] = "FP4GEMM_FORMAT_MXFP4";
+  constexpr char kEither[] = "FP4GEMM_FORMAT_MXFP8 or FP4GEMM_FORMAT_MXFP4";
+  fp4gemm_format_t const a = args.a.format;
+  fp4gemm_format_t const b = args.b.format;
+  FP4GEMM_CHECK(
+      !quantizes_a(args), "quantize_a: is %d, must be FP4GEMM_QUANTIZE_A_NONE with an operand in %s",
+      static_cast<int>(args.quantize_a), (is_mx(a) ? a : b) == FP4GEMM_FORMAT_MXFP8 ? kMxfp8 : kMxfp4);
+  FP4GEMM_CHECK(!is_mx(a) || multiplies_mx(a, b), "b: format is %d, must be %s with a in %s",
+                static_cast<int>(b), a == FP4GEMM_FORMAT_MXFP8 ? kEither : kMxfp4,
+                a == FP4GEMM_FORMAT_MXFP8 ? kMxfp8 : kMxfp4);
+  FP4GEMM_CHECK(multiplies_mx(a, b), "a: format is %d, must be %s with b in %s", static_cast<int>(a),
+                b == FP4GEMM_FORMAT_MXFP8 ? kMxfp8 : kEither, b == FP4GEMM_FORMAT_MXFP8 ? kMxfp8 : kMxfp4);
   FP4GEMM_CHECK(args.use_fast_accum == 0, "use_fast_accum: is %d, must be 0 unless a is e4m3",
                 args.use_fast_accum);
   return FP4GEMM_SUCCESS;

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "check.hpp"
 #include "cutlass_evt/epilogue/arguments.hpp"
 #include "fp4gemm/fp4gemm.h"
 
@@ -41,7 +42,7 @@ enum class Operands {
   kNvfp4,          // both NVFP4
   kMxfp8,          // both MXFP8
   kMxfp4,          // both MXFP4
-  kFp16,           // both fp16; NVFP4, MXFP8 and MXFP4 operands are decoded first
+  kFp16,           // both fp16; NVFP4 and MX operands are decoded first
   kPrepacked,      // A as for kFp16; B prepacked; an NVFP4 B is prepacked first
   kPrepackedBf16,  // A bf16; B as for kPrepacked
   kPrepackedFp8,   // A e4m3; B prepacked for FP8; an NVFP4 B is prepacked first
@@ -50,17 +51,15 @@ enum class Operands {
 /// True if a kernel can be given operands in these formats, after a conversion or without.
 constexpr bool accepts(Operands operands, fp4gemm_format_t a, fp4gemm_format_t b) {
   bool const nvfp4_or_fp16 = a == FP4GEMM_FORMAT_NVFP4 || a == FP4GEMM_FORMAT_FP16;
-  bool const both_mxfp8 = a == FP4GEMM_FORMAT_MXFP8 && b == FP4GEMM_FORMAT_MXFP8;
-  bool const both_mxfp4 = a == FP4GEMM_FORMAT_MXFP4 && b == FP4GEMM_FORMAT_MXFP4;
   bool const prepackable = b == FP4GEMM_FORMAT_NVFP4 || b == FP4GEMM_FORMAT_PREPACKED;
   bool const prepackable_fp8 = b == FP4GEMM_FORMAT_NVFP4 || b == FP4GEMM_FORMAT_PREPACKED_FP8;
   switch (operands) {
     case Operands::kNvfp4: return a == FP4GEMM_FORMAT_NVFP4 && b == FP4GEMM_FORMAT_NVFP4;
-    case Operands::kMxfp8: return both_mxfp8;
-    case Operands::kMxfp4: return both_mxfp4;
+    case Operands::kMxfp8: return a == FP4GEMM_FORMAT_MXFP8 && b == FP4GEMM_FORMAT_MXFP8;
+    case Operands::kMxfp4: return a == FP4GEMM_FORMAT_MXFP4 && b == FP4GEMM_FORMAT_MXFP4;
     case Operands::kFp16:
-      return (nvfp4_or_fp16 && (b == FP4GEMM_FORMAT_NVFP4 || b == FP4GEMM_FORMAT_FP16)) || both_mxfp8 ||
-             both_mxfp4;
+      return (nvfp4_or_fp16 && (b == FP4GEMM_FORMAT_NVFP4 || b == FP4GEMM_FORMAT_FP16)) ||
+             multiplies_mx(a, b);
     case Operands::kPrepacked: return nvfp4_or_fp16 && prepackable;
     case Operands::kPrepackedBf16: return a == FP4GEMM_FORMAT_BF16 && prepackable;
     case Operands::kPrepackedFp8: return a == FP4GEMM_FORMAT_E4M3 && prepackable_fp8;

@@ -66,20 +66,23 @@ void test_gemm_errors() {
   bad_gemm("a", [](Args& a) { a.a.format = static_cast<fp4gemm_format_t>(9); }, "a: format is 9");
   bad_gemm(
       "mxfp8 a", [](Args& a) { a.a.format = FP4GEMM_FORMAT_MXFP8; },
-      "b: format is 0, must be FP4GEMM_FORMAT_MXFP8 as of a");
+      "b: format is 0, must be FP4GEMM_FORMAT_MXFP8 or FP4GEMM_FORMAT_MXFP4 with a in FP4GEMM_FORMAT_MXFP8");
   bad_gemm(
       "mxfp8 b", [](Args& a) { a.b.format = FP4GEMM_FORMAT_MXFP8; },
-      "a: format is 0, must be FP4GEMM_FORMAT_MXFP8 as of b");
+      "a: format is 0, must be FP4GEMM_FORMAT_MXFP8 with b in FP4GEMM_FORMAT_MXFP8");
+  bad_gemm(
+      "mxfp4 b", [](Args& a) { a.b.format = FP4GEMM_FORMAT_MXFP4; },
+      "a: format is 0, must be FP4GEMM_FORMAT_MXFP8 or FP4GEMM_FORMAT_MXFP4 with b in FP4GEMM_FORMAT_MXFP4");
   bad_gemm(
       "mxfp4 a", [](Args& a) { a.a.format = FP4GEMM_FORMAT_MXFP4; },
-      "b: format is 0, must be FP4GEMM_FORMAT_MXFP4 as of a");
+      "b: format is 0, must be FP4GEMM_FORMAT_MXFP4 with a in FP4GEMM_FORMAT_MXFP4");
   bad_gemm(
-      "mxfp8 a, mxfp4 b",
+      "mxfp4 a, mxfp8 b",
       [](Args& a) {
-        a.a.format = FP4GEMM_FORMAT_MXFP8;
-        a.b.format = FP4GEMM_FORMAT_MXFP4;
+        a.a.format = FP4GEMM_FORMAT_MXFP4;
+        a.b.format = FP4GEMM_FORMAT_MXFP8;
       },
-      "b: format is 8, must be FP4GEMM_FORMAT_MXFP8 as of a");
+      "b: format is 7, must be FP4GEMM_FORMAT_MXFP4 with a in FP4GEMM_FORMAT_MXFP4");
   bad_gemm(
       "mxfp8 with quantize_a",
       [](Args& a) {

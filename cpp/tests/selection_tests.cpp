@@ -48,6 +48,9 @@ struct Formats {
       return std::strcmp(operand, "prepacked_fp8") == 0 && a == FP4GEMM_FORMAT_E4M3 &&
              (b == FP4GEMM_FORMAT_NVFP4 || b == FP4GEMM_FORMAT_PREPACKED_FP8);
     }
+    if (a == FP4GEMM_FORMAT_MXFP8 && b == FP4GEMM_FORMAT_MXFP4) {
+      return std::strcmp(operand, "fp16") == 0;
+    }
     for (auto const& [format, name] :
          {std::pair{FP4GEMM_FORMAT_MXFP8, "mxfp8"}, {FP4GEMM_FORMAT_MXFP4, "mxfp4"}}) {
       if (a == format || std::strcmp(operand, name) == 0) {
@@ -78,7 +81,8 @@ constexpr Formats kFormatPairs[] = {kNvfp4,
                                     {FP4GEMM_FORMAT_E4M3, FP4GEMM_FORMAT_PREPACKED_FP8},
                                     {FP4GEMM_FORMAT_E4M3, FP4GEMM_FORMAT_NVFP4},
                                     {FP4GEMM_FORMAT_MXFP8, FP4GEMM_FORMAT_MXFP8},
-                                    {FP4GEMM_FORMAT_MXFP4, FP4GEMM_FORMAT_MXFP4}};
+                                    {FP4GEMM_FORMAT_MXFP4, FP4GEMM_FORMAT_MXFP4},
+                                    {FP4GEMM_FORMAT_MXFP8, FP4GEMM_FORMAT_MXFP4}};
 
 struct Wanted {
   int arch, num_sms;

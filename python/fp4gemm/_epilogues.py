@@ -32,7 +32,7 @@ def run(function: str, x: Operands, dtype: torch.dtype, terms: Terms) -> Tensor:
         _checks.fast_accum(terms.use_fast_accum, x.a.dtype is gemm_ops.FP8)
     kernel = None
     if terms.kernel is not None:
-        formats = gemm_ops.formats(x.a, x.scale_a, x.scale_b, x.b_rows)
+        formats = gemm_ops.formats(x.a, x.b, x.scale_a, x.scale_b, x.b_rows)
         kernel = chosen_kernel(
             *(x, x.shape[-1], terms.kernel, formats, dtype, program.halves),
             *(terms.batch_invariant, terms.use_fast_accum),

@@ -10,7 +10,17 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["MXFP4", "MXFP8", "MX_BLOCK", "NVFP4", "BlockFormat", "format_of", "has_block_scales"]
+__all__ = [
+    "MXFP4",
+    "MXFP8",
+    "MX_BLOCK",
+    "NVFP4",
+    "BlockFormat",
+    "are_multiplied",
+    "format_of",
+    "formats_beside",
+    "has_block_scales",
+]
 
 MX_BLOCK = 32  # elements along k that share one e8m0 scale
 
@@ -77,6 +87,21 @@ MXFP4 = BlockFormat(
     per_entry=2,
     data_is="codes, torch.uint8, with float8_e8m0fnu scales",
 )
+
+# The pairs of MX formats that are multiplied, of a and of b: two of one format, or MXFP8 tokens and MXFP4
+# weights. Tensor cores multiply these two in the other order too, but no kernel here does.
+_MX_PAIRS = ((MXFP8, MXFP8), (MXFP4, MXFP4), (MXFP8, MXFP4))
+
+
+def are_multiplied(a: BlockFormat, b: BlockFormat) -> bool:
+    """Whether a product has an a of one MX format and a b of another, or of the same."""
+    return (a, b) in _MX_PAIRS
+
+
+def formats_beside(other: BlockFormat, name: str) -> tuple[BlockFormat, ...]:
+    """The MX formats that the operand ``name``, "a" or "b", may have if those of the other are ``other``."""
+    at = 0 if name == "a" else 1
+    return tuple(pair[at] for pair in _MX_PAIRS if pair[1 - at] is other)
 
 
 def format_of(data: Tensor, scales: object) -> BlockFormat:

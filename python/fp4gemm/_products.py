@@ -113,7 +113,7 @@ def run(function: str, x: Operands, dtype: torch.dtype, terms: Terms) -> Tensor:
     mode, groups = ("mm", None) if offs is None else ("grouped_mm", offs.shape[0])
     formats = _PACKED
     if x.scale_a is None or x.scale_b is None or x.scale_a.dtype is not torch.float8_e4m3fn:
-        formats = gemm_ops.formats(a, x.scale_a, x.scale_b, x.b_rows)
+        formats = gemm_ops.formats(a, x.b, x.scale_a, x.scale_b, x.b_rows)
         support.ready_for(a, mode, formats)
     else:
         support.ready(a, mode)

@@ -35,14 +35,15 @@ def mm(a: Left, b: Right, **terms: Unpack[GemmTerms]) -> Tensor:
     Hopper the sum is in the order and the precision of the FP8 tensor cores, within a bound of the exact one
     (docs/hopper.md). The CPU has the exact sum, rounded once.
 
-    Two MXFP8Tensors have no factors: acc is the sum of (v_a s_a)(v_b s_b), and z = acc + bias. Hopper
-    multiplies them as float16 (docs/hopper.md says within which range that is exact).
+    MXFP8Tensors and MXFP4Tensors have no factors: acc is the sum of (v_a s_a)(v_b s_b), and z = acc + bias.
+    Hopper multiplies them as float16 (docs/hopper.md says within which range that is exact).
 
     Args:
         a: (m, k), any m >= 0; k a multiple of 32. An NVFP4Tensor, a DecodedTensor, an FP8Tensor
             (:func:`fp4gemm.quantize_fp8`; k a multiple of 64), an MXFP8Tensor of float8_e4m3fn
-            (:func:`fp4gemm.quantize_mxfp8`) beside another, or a bfloat16 or float16 torch.Tensor, which
-            is copied if it is not contiguous or not 16-byte aligned.
+            (:func:`fp4gemm.quantize_mxfp8`) beside another or an MXFP4Tensor, an MXFP4Tensor
+            (:func:`fp4gemm.quantize_mxfp4`) beside another, or a bfloat16 or float16 torch.Tensor, which is
+            copied if it is not contiguous or not 16-byte aligned.
         b: (n, k), usually the weight; n a multiple of 8 (of 4 for float32 output). An NVFP4Tensor, a
             PrepackedTensor (:func:`fp4gemm.prepack`, for an FP8Tensor a with fp8=True) or, unless a is a
             bfloat16 tensor or an FP8Tensor, a DecodedTensor. An FP8Tensor a needs b unrotated. If one operand

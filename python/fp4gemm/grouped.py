@@ -38,7 +38,8 @@ def grouped_mm(a: Left, b: Right, offs: Tensor | None = None, **terms: Unpack[Ge
     Args:
         a: ragged m: ``quantize(x, offs=offs)``, k a multiple of 32, ``quantize_fp8(x, offs=offs)``, k a
             multiple of 64, or a plain bfloat16 or float16 tensor x, as for mm. Ragged k: ``quantize(x,
-            axis=0, offs=offs)``. ``quantize_mxfp8`` in place of ``quantize`` if that of b is too.
+            axis=0, offs=offs)``. ``quantize_mxfp8`` or ``quantize_mxfp4`` in place of ``quantize`` if b is
+            of that format too, and ``quantize_mxfp8`` also if b is MXFP4.
         b: ragged m: ``quantize(w)`` of w (g, n, k), or that prepacked (:func:`fp4gemm.prepack`). Ragged k:
             ``quantize(y, axis=0, offs=offs)`` with the same offs. n is a multiple of 8 (of 4 for float32
             output). Rotations (hadamard) as for mm. Either operand may be decoded (:func:`fp4gemm.decode`)
@@ -96,8 +97,8 @@ def scaled_grouped_mm(
 
     Args:
         a: codes uint8 (or float4_e2m1fn_x2) (m, k/2), low nibble = even k; or MXFP8 values float8_e4m3fn
-            (m, k) with scales, if b is MXFP8 too (docs/grouped.md); or values (m, k), float16 (decoded or
-            never quantized) or, for ragged m, bfloat16 (never quantized) or float8_e4m3fn (FP8 tokens, in
+            (m, k) with scales, if b is MXFP8 or MXFP4 (docs/grouped.md); or values (m, k), float16 (decoded
+            or never quantized) or, for ragged m, bfloat16 (never quantized) or float8_e4m3fn (FP8 tokens, in
             the order of :class:`fp4gemm.FP8Tensor`). Contiguous, 16-byte aligned.
             Ragged m: k is a multiple of 32. Ragged k: k is ``layout.grouped_columns(tokens, g)``; each group
             begins at a multiple of 64 and is padded with zeros.

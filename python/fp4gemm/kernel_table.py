@@ -48,7 +48,7 @@ _SUPPORTED: dict[str, tuple[tuple[tuple[Format, ...], tuple[Format, ...]], ...]]
     "mxfp4": ((("mxfp4",), ("mxfp4",)),),
     "fp16": (
         (("nvfp4", "fp16"), ("nvfp4", "fp16")),
-        (("mxfp8",), ("mxfp8",)),
+        (("mxfp8",), ("mxfp8", "mxfp4")),
         (("mxfp4",), ("mxfp4",)),
     ),
     "prepacked": ((("nvfp4", "fp16"), ("nvfp4", "prepacked")),),
@@ -198,7 +198,8 @@ def select_kernel(
         out_dtype: torch.bfloat16, torch.float16 or torch.float32.
         format_a, format_b: how the operands are stored: "nvfp4"; "fp16" (decoded or, for a, never quantized);
             "bf16" (a only: never quantized); "e4m3" (a only: FP8 tokens); "prepacked" (b only);
-            "prepacked_fp8" (b only, beside "e4m3"); "mxfp8" and "mxfp4" (both or neither).
+            "prepacked_fp8" (b only, beside "e4m3"); "mxfp8" and "mxfp4" (both
+            operands have the same of the two, or a is "mxfp8" and b "mxfp4").
         batch_invariant, activation, use_fast_accum: as for mm.
 
     Raises:

@@ -49,8 +49,14 @@ _FORMS: tuple[tuple[str, tuple[Format, Format], str], ...] = (
         "pass fp4gemm.quantize of both, or use layers with activations='per-token'",
     ),
     ("MXFP4 operands", ("mxfp4", "mxfp4"), "pass fp4gemm.quantize of both"),
+    (
+        "MXFP8 tokens beside MXFP4 weights",
+        ("mxfp8", "mxfp4"),
+        "pass fp4gemm.NVFP4Tensor.from_mxfp4 of the weight and fp4gemm.quantize of the tokens",
+    ),
 )
-_DECODED, _PREPACKED, _UNQUANTIZED, FP8, MXFP8, MXFP4 = (name for name, _, _ in _FORMS)
+_DECODED, _PREPACKED, _UNQUANTIZED, FP8, MXFP8, MXFP4, MXFP8_MXFP4 = (name for name, _, _ in _FORMS)
+_OF_MX = {formats: name for name, formats, _ in _FORMS if formats[0] in ("mxfp8", "mxfp4")}
 _MODES = ("mm", "grouped_mm")
 _PRODUCTS = (*_MODES, *(f"{mode} of {operands}" for mode in _MODES for operands, _, _ in _FORMS))
 _OPERATIONS = ("quantize", *_PRODUCTS)
@@ -83,7 +89,7 @@ def gaps_of(arch: int, where: str, num_sms: int = 100) -> dict[str, str]:
     Returns:
         The reasons by operation: "quantize", "mm", "grouped_mm", and the last two followed by " of decoded
         operands", " of prepacked weights", " of unquantized activations", " of FP8 tokens", " of MXFP8
-        operands" or " of MXFP4 operands".
+        operands", " of MXFP4 operands" or " of MXFP8 tokens beside MXFP4 weights".
     """
     todo = (
         f"this fp4gemm is {kernel_table.built_text()}; build it from a checkout on this machine (make), "
@@ -99,7 +105,9 @@ def gaps_of(arch: int, where: str, num_sms: int = 100) -> dict[str, str]:
         for operands, formats, instead in _FORMS:
             if not _has_kernel(arch, num_sms, num_groups, *formats):
                 reads = (
-                    f"do not read {operands}" if operands in (FP8, MXFP8, MXFP4) else "read codes and scales"
+                    f"do not read {operands}"
+                    if operands in (FP8, *_OF_MX.values())
+                    else "read codes and scales"
                 )
                 gaps[f"{mode} of {operands}"] = f"the {kind} kernels for {where} {reads}; {instead}"
     return gaps
@@ -218,10 +226,8 @@ def ready_for(a: Tensor, mode: str, formats: tuple[str, str]) -> None:
         ready(a, f"{mode} of {_UNQUANTIZED}")
     if formats[0] == "e4m3":
         ready(a, f"{mode} of {FP8}")
-    if formats[0] == "mxfp8":
-        ready(a, f"{mode} of {MXFP8}")
-    if formats[0] == "mxfp4":
-        ready(a, f"{mode} of {MXFP4}")
+    if formats in _OF_MX:
+        ready(a, f"{mode} of {_OF_MX[formats]}")
     if formats[1] == "prepacked":
         ready(a, f"{mode} of {_PREPACKED}")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import fp4gemm
 import pytest
@@ -23,6 +23,13 @@ def mxfp4_ceil(x: Tensor, **options: Any) -> Any:
     return fp4gemm.quantize_mxfp4(x, scale="ceil", **options)
 
 
+class Pair(NamedTuple):
+    """The casts of the operands of a product."""
+
+    a: Quantize
+    b: Quantize
+
+
 CASTS = {"mxfp8": fp4gemm.quantize_mxfp8, "mxfp4": fp4gemm.quantize_mxfp4, "mxfp4-ceil": mxfp4_ceil}
 
 
@@ -30,6 +37,16 @@ CASTS = {"mxfp8": fp4gemm.quantize_mxfp8, "mxfp4": fp4gemm.quantize_mxfp4, "mxfp
 def quantize(request: pytest.FixtureRequest) -> Quantize:
     """The cast to a format."""
     return CASTS[request.param]
+
+
+PAIRS = {name: Pair(cast, cast) for name, cast in CASTS.items()}
+PAIRS["mxfp8-mxfp4"] = Pair(CASTS["mxfp8"], CASTS["mxfp4"])
+
+
+@pytest.fixture(params=PAIRS)
+def casts(request: pytest.FixtureRequest) -> Pair:
+    """The casts to formats that are multiplied."""
+    return PAIRS[request.param]
 
 
 def data_of(t: Any) -> Tensor:
@@ -69,11 +86,11 @@ def test_casts_of_groups(quantize: Quantize, cuda: torch.device, axis: int) -> N
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 8, 32), (33, 136, 96), (300, 520, 1024)])
-def test_dense(quantize: Quantize, cuda: torch.device, m: int, n: int, k: int, dtype: torch.dtype) -> None:
+def test_dense(casts: Pair, cuda: torch.device, m: int, n: int, k: int, dtype: torch.dtype) -> None:
     x, w, bias = exact(m, k, seed=1), exact(n, k, seed=2), torch.randn(n)
     found = []
     for device in (CPU, cuda):
-        a, b = (quantize(t.to(device)) for t in (x, w))
+        a, b = casts.a(x.to(device)), casts.b(w.to(device))
         found.append(fp4gemm.mm(a, b, bias=bias.to(device), activation="silu", out_dtype=dtype))
         row, col = torch.rand(m, generator=torch.Generator().manual_seed(3)), bias.abs()
         factors = {"alpha_row": row.to(device), "alpha_col": col.to(device), "alpha": 0.3}
@@ -84,12 +101,12 @@ def test_dense(quantize: Quantize, cuda: torch.device, m: int, n: int, k: int, d
 
 
 @pytest.mark.parametrize("activation", [None, "swiglu"])
-def test_ragged_m(quantize: Quantize, cuda: torch.device, activation: str | None) -> None:
+def test_ragged_m(casts: Pair, cuda: torch.device, activation: str | None) -> None:
     x, w = exact(sum(SIZES), 96, seed=1), exact(len(SIZES), 144, 96, seed=2)
     found = []
     for device in (CPU, cuda):
-        a = quantize(x.to(device), offs=offs_of(device))
-        found.append(fp4gemm.grouped_mm(a, quantize(w.to(device)), activation=activation))
+        a = casts.a(x.to(device), offs=offs_of(device))
+        found.append(fp4gemm.grouped_mm(a, casts.b(w.to(device)), activation=activation))
     assert torch.equal(bits(found[0]), bits(found[1]))
 
 
@@ -97,13 +114,13 @@ def test_ragged_m(quantize: Quantize, cuda: torch.device, activation: str | None
 @pytest.mark.parametrize(
     "sizes", [SIZES, (64, 65, 128, 1), (0, 0), tuple(range(1, 41))], ids=["uneven", "steps", "empty", "40"]
 )
-def test_ragged_k(quantize: Quantize, cuda: torch.device, sizes: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_ragged_k(casts: Pair, cuda: torch.device, sizes: tuple[int, ...], dtype: torch.dtype) -> None:
     """Groups begin at multiples of 128 columns, and Hopper's kernel of decoded operands steps by 64."""
     x, dy = exact(sum(sizes), 96, seed=1), exact(sum(sizes), 160, seed=2)
     found = []
     for device in (CPU, cuda):
         offs = offs_of(device, sizes)  # one tensor: on a GPU the values of two are not compared
-        both = [quantize(t.to(device), axis=0, offs=offs) for t in (dy, x)]
+        both = casts.a(dy.to(device), axis=0, offs=offs), casts.b(x.to(device), axis=0, offs=offs)
         total = torch.ones(len(sizes), 160, 96, device=device, dtype=dtype)
         found.append(fp4gemm.wgrad(*both, c=total, out=total))
     assert torch.equal(bits(found[0]), bits(found[1]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import fp4gemm
 import numpy as np
@@ -59,6 +59,27 @@ def mxfp4_ceil(x: Tensor, **options: Any) -> Any:
     return fp4gemm.quantize_mxfp4(x, scale="ceil", **options)
 
 
+class Casts(NamedTuple):
+    """The casts of the operands of a product."""
+
+    a: Quantize
+    b: Quantize
+
+
+PAIRS = {
+    "mxfp8": Casts(fp4gemm.quantize_mxfp8, fp4gemm.quantize_mxfp8),
+    "mxfp4": Casts(fp4gemm.quantize_mxfp4, fp4gemm.quantize_mxfp4),
+    "mxfp4-ceil": Casts(mxfp4_ceil, mxfp4_ceil),
+    "mxfp8-mxfp4": Casts(fp4gemm.quantize_mxfp8, fp4gemm.quantize_mxfp4),
+}
+
+
+@pytest.fixture(params=PAIRS)
+def casts(request: pytest.FixtureRequest) -> Casts:
+    """The casts to formats that are multiplied."""
+    return PAIRS[request.param]
+
+
 @pytest.fixture(params=[*FORMATS, "mxfp4-ceil"])
 def quantize(request: pytest.FixtureRequest) -> Quantize:
     """The cast to a format."""
@@ -72,18 +93,18 @@ def offs_of(*sizes: int) -> Tensor:
 
 @pytest.mark.parametrize("spread", [False, True], ids=["even", "spread"])
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 8, 32), (3, 136, 96), (130, 264, 544)])
-def test_dense(quantize: Quantize, m: int, n: int, k: int, spread: bool) -> None:
-    a = quantize(numbers(m, k, seed=1, spread=spread))
-    b = quantize(numbers(n, k, seed=2, spread=spread))
+def test_dense(casts: Casts, m: int, n: int, k: int, spread: bool) -> None:
+    a = casts.a(numbers(m, k, seed=1, spread=spread))
+    b = casts.b(numbers(n, k, seed=2, spread=spread))
     got = fp4gemm.mm(a, b, out_dtype=torch.float32)
     want = (values_of(a) @ values_of(b).T).astype(np.float32)
     assert np.array_equal(got.numpy(), want)
     assert torch.equal(fp4gemm.mm(a, b), got.to(torch.bfloat16))
 
 
-def test_the_epilogue(quantize: Quantize) -> None:
+def test_the_epilogue(casts: Casts) -> None:
     """Bias, activation, addend and output as of other operands: each operation rounds once."""
-    a, b = quantize(numbers(40, 96)), quantize(numbers(64, 96, seed=1))
+    a, b = casts.a(numbers(40, 96)), casts.b(numbers(64, 96, seed=1))
     acc = torch.from_numpy((values_of(a) @ values_of(b).T).astype(np.float32))
     bias, c = torch.randn(64), torch.randn(40, 64)
     out = torch.empty(40, 64)
@@ -95,8 +116,8 @@ def test_the_epilogue(quantize: Quantize) -> None:
     torch.testing.assert_close(got.float(), torch.nn.functional.silu(gate) * up, rtol=1e-3, atol=1e-3)
 
 
-def test_scaled_mm_has_row_and_column_vectors(quantize: Quantize) -> None:
-    a, b = quantize(numbers(40, 96)), quantize(numbers(64, 96, seed=1))
+def test_scaled_mm_has_row_and_column_vectors(casts: Casts) -> None:
+    a, b = casts.a(numbers(40, 96)), casts.b(numbers(64, 96, seed=1))
     acc = torch.from_numpy((values_of(a) @ values_of(b).T).astype(np.float32))
     row, col = torch.rand(40) + 0.5, torch.rand(64) + 0.5
     got = fp4gemm.scaled_mm(
@@ -113,28 +134,28 @@ def test_scaled_mm_has_row_and_column_vectors(quantize: Quantize) -> None:
     assert torch.equal(got, acc * row[:, None] * col * alpha)
 
 
-def test_ragged_m(quantize: Quantize) -> None:
+def test_ragged_m(casts: Casts) -> None:
     """Each group has the bits of a dense product; rows behind the last group are not written."""
     m, offs = sum(SIZES) + 3, offs_of(*SIZES)
     x, w = numbers(m, 96, seed=1), numbers(len(SIZES), 136, 96, seed=2)
-    a, b = quantize(x, offs=offs), quantize(w)
+    a, b = casts.a(x, offs=offs), casts.b(w)
     out = torch.full((m, 136), torch.nan)
     fp4gemm.grouped_mm(a, b, out=out)
     begin = 0
     for g, end in enumerate(offs.tolist()):
-        want = fp4gemm.mm(quantize(x[begin:end]), b[g], out_dtype=torch.float32)
+        want = fp4gemm.mm(casts.a(x[begin:end]), b[g], out_dtype=torch.float32)
         assert torch.equal(out[begin:end], want)
         begin = end
     assert out[begin:].isnan().all()
 
 
 @pytest.mark.parametrize("sizes", [SIZES, (128, 32), (0, 0)])
-def test_ragged_k(quantize: Quantize, sizes: tuple[int, ...]) -> None:
+def test_ragged_k(casts: Casts, sizes: tuple[int, ...]) -> None:
     """The gradient of each expert's weight is the product of its rows alone."""
     m, offs = sum(sizes) + 3, offs_of(*sizes)
     x, dy = numbers(m, 96, seed=1), numbers(m, 64, seed=2)
-    x_t = quantize(x, axis=0, offs=offs)
-    dy_t = quantize(dy, axis=0, offs=offs)
+    x_t = casts.b(x, axis=0, offs=offs)
+    dy_t = casts.a(dy, axis=0, offs=offs)
     got = fp4gemm.wgrad(dy_t, x_t, out_dtype=torch.float32)
     assert got.shape == (len(sizes), 64, 96)
     begin = 0
@@ -145,21 +166,21 @@ def test_ragged_k(quantize: Quantize, sizes: tuple[int, ...]) -> None:
         if rows:
             for to, of in zip(padded, (dy, x), strict=True):
                 to[: end - begin] = of[begin:end]
-            want = fp4gemm.mm(*(quantize(t, axis=0) for t in padded), out_dtype=torch.float32)
+            want = fp4gemm.mm(casts.a(padded[0], axis=0), casts.b(padded[1], axis=0), out_dtype=torch.float32)
         assert torch.equal(got[g], want)
         begin = end
 
 
-def test_the_three_products_of_training(quantize: Quantize) -> None:
+def test_the_three_products_of_training(casts: Casts) -> None:
     x, w, dy = numbers(64, 96, seed=1), numbers(160, 96, seed=2), numbers(64, 160, seed=3)
-    q = quantize
+    p, q = casts
     for got, want in (
-        (fp4gemm.fprop(q(x), q(w)), x.float() @ w.float().T),
-        (fp4gemm.dgrad(q(dy), q(w, axis=0)), dy.float() @ w.float()),
-        (fp4gemm.wgrad(q(dy, axis=0), q(x, axis=0)), dy.float().T @ x.float()),
+        (fp4gemm.fprop(p(x), q(w)), x.float() @ w.float().T),
+        (fp4gemm.dgrad(p(dy), q(w, axis=0)), dy.float() @ w.float()),
+        (fp4gemm.wgrad(p(dy, axis=0), q(x, axis=0)), dy.float().T @ x.float()),
     ):
         error = (got.float() - want).square().mean().sqrt() / want.square().mean().sqrt()
-        assert error < (0.05 if quantize is fp4gemm.quantize_mxfp8 else 0.25)
+        assert error < (0.05 if casts.b is fp4gemm.quantize_mxfp8 else 0.25)
 
 
 # ---- casts
@@ -249,7 +270,12 @@ COLUMNS4 = fp4gemm.quantize_mxfp4(numbers(64, 96), axis=0, offs=offs_of(30, 34))
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: fp4gemm.mm(A, NV), TypeError, r"b: got .*NVFP4Tensor.*, must be an fp4gemm.MXFP8Tensor"),
+        (
+            lambda: fp4gemm.mm(A, NV),
+            TypeError,
+            r"b: got .*NVFP4Tensor.*, must be an fp4gemm.MXFP8Tensor \(fp4gemm.quantize_mxfp8\) or an "
+            r"fp4gemm.MXFP4Tensor \(fp4gemm.quantize_mxfp4\) beside the MXFP8Tensor a",
+        ),
         (lambda: fp4gemm.mm(NV, A), TypeError, r"a: got .*NVFP4Tensor.*, must be an fp4gemm.MXFP8Tensor"),
         (lambda: fp4gemm.mm(numbers(64, 96), B), TypeError, r"a: got .*, must be an fp4gemm.MXFP8Tensor"),
         (
@@ -281,12 +307,12 @@ COLUMNS4 = fp4gemm.quantize_mxfp4(numbers(64, 96), axis=0, offs=offs_of(30, 34))
             lambda: fp4gemm.scaled_mm(A.values, NV.codes, scale_a=A.scales, scale_b=NV.scales),
             TypeError,
             r"b: dtype is torch.uint8 \(NVFP4\), must be torch.float8_e4m3fn with float8_e8m0fnu scales "
-            r"\(MXFP8\) as a",
+            r"\(MXFP8\), or codes, torch.uint8, with float8_e8m0fnu scales \(MXFP4\) beside MXFP8 a",
         ),
         (
             lambda: fp4gemm.scaled_mm(A.values, numbers(32, 96).half(), scale_a=A.scales, scale_b=None),
             TypeError,
-            r"scale_b: got None, must be float8_e8m0fnu scales: both operands must be MXFP8",
+            r"scale_b: got None, must be float8_e8m0fnu scales: b must be MXFP8 or MXFP4 beside MXFP8 a",
         ),
         (
             lambda: fp4gemm.quantize_mxfp8(numbers(2, 32, 32), swizzled=False),
@@ -317,9 +343,33 @@ COLUMNS4 = fp4gemm.quantize_mxfp4(numbers(64, 96), axis=0, offs=offs_of(30, 34))
         (lambda: A[0], TypeError, r"must be \(g, n, k\), a stack of matrices"),
         # MXFP4, where it differs
         (lambda: fp4gemm.mm(A4, NV), TypeError, r"b: got .*NVFP4Tensor.*, must be an fp4gemm.MXFP4Tensor"),
-        (lambda: fp4gemm.mm(NV, A4), TypeError, r"a: got .*NVFP4Tensor.*, must be an fp4gemm.MXFP4Tensor"),
-        (lambda: fp4gemm.mm(A, A4), TypeError, r"b: got MXFP4Tensor.*, must be an fp4gemm.MXFP8Tensor"),
-        (lambda: fp4gemm.mm(A4, B), TypeError, r"b: got MXFP8Tensor.*, must be an fp4gemm.MXFP4Tensor"),
+        (
+            lambda: fp4gemm.mm(NV, A4),
+            TypeError,
+            r"a: got .*NVFP4Tensor.*, must be an fp4gemm.MXFP8Tensor .* or an fp4gemm.MXFP4Tensor .* beside "
+            r"the MXFP4Tensor b",
+        ),
+        (
+            lambda: fp4gemm.mm(A4, B),
+            TypeError,
+            r"b: got MXFP8Tensor.*, must be an fp4gemm.MXFP4Tensor \(fp4gemm.quantize_mxfp4\) beside the "
+            r"MXFP4Tensor a",
+        ),
+        (
+            lambda: fp4gemm.grouped_mm(ROWS4, STACK),
+            TypeError,
+            r"b: got MXFP8Tensor.*, must be an fp4gemm.MXFP4Tensor .* beside the MXFP4Tensor a",
+        ),
+        (
+            lambda: fp4gemm.mm(A, fp4gemm.quantize_mxfp4(numbers(32, 64))),
+            ValueError,
+            r"b: k is 64, must be 96, the k of a",
+        ),
+        (
+            lambda: fp4gemm.mm(A, fp4gemm.quantize_mxfp4(numbers(32, 96), swizzled=False)),
+            ValueError,
+            r"b: scales are compact, must be swizzled: quantize_mxfp4 with swizzled=True",
+        ),
         (
             lambda: fp4gemm.mm(A4, fp4gemm.quantize_mxfp4(numbers(32, 96), swizzled=False)),
             ValueError,
@@ -329,17 +379,18 @@ COLUMNS4 = fp4gemm.quantize_mxfp4(numbers(64, 96), axis=0, offs=offs_of(30, 34))
             lambda: fp4gemm.scaled_mm(A4.codes, NV.codes, scale_a=A4.scales, scale_b=NV.scales),
             TypeError,
             r"b: dtype is torch.uint8 \(NVFP4\), must be codes, torch.uint8, with float8_e8m0fnu scales "
-            r"\(MXFP4\) as a",
+            r"\(MXFP4\) beside MXFP4 a",
         ),
         (
-            lambda: fp4gemm.scaled_mm(A.values, A4.codes, scale_a=A.scales, scale_b=A4.scales),
+            lambda: fp4gemm.scaled_mm(A4.codes, A.values, scale_a=A4.scales, scale_b=A.scales),
             TypeError,
-            r"b: dtype is torch.uint8 \(MXFP4\), must be torch.float8_e4m3fn .*\(MXFP8\) as a",
+            r"b: dtype is torch.float8_e4m3fn \(MXFP8\), must be codes, torch.uint8, .*\(MXFP4\) beside "
+            r"MXFP4 a",
         ),
         (
             lambda: fp4gemm.scaled_mm(A4.codes, numbers(32, 96).half(), scale_a=A4.scales, scale_b=None),
             TypeError,
-            r"scale_b: got None, must be float8_e8m0fnu scales: both operands must be MXFP4",
+            r"scale_b: got None, must be float8_e8m0fnu scales: b must be MXFP4 beside MXFP4 a",
         ),
         (lambda: ROWS4.to_weight(), ValueError, r"to_weight: has 2 groups \(offs\), must have none"),
         (
@@ -358,7 +409,9 @@ def test_prepacked_weights_are_refused() -> None:
     w = fp4gemm.prepack(fp4gemm.quantize(numbers(64, 96)))
     with pytest.raises(TypeError, match=r"b: got .*PrepackedTensor.*must be an fp4gemm.MXFP8Tensor"):
         fp4gemm.mm(A, w)
-    with pytest.raises(TypeError, match="b_rows: b is prepacked, must be MXFP8 as a"):
+    with pytest.raises(
+        TypeError, match=r"b_rows: b is prepacked, must be torch.float8_e4m3fn .*\(MXFP4\) beside a"
+    ):
         reference.gemm(A.values, w.data, scale_a=A.scales, b_rows=64)
 
 
@@ -407,6 +460,9 @@ def test_the_operators_have_fake_implementations() -> None:
     calls += [
         (operators.mxfp4_dequantize, (ROWS4.codes, ROWS4.scales, torch.float32, True, ROWS4.offs)),
         (operators.gemm, (A4.codes, A4.codes, A4.scales, A4.scales)),
+        (operators.gemm, (A.values, A4.codes, A.scales, A4.scales)),
+        (operators.gemm, (ROWS.values, STACK4.codes, ROWS.scales, STACK4.scales, ROWS.offs)),
+        (operators.gemm, (COLUMNS.values, COLUMNS4.codes, COLUMNS.scales, COLUMNS4.scales, COLUMNS.offs)),
         (operators.gemm, (ROWS4.codes, STACK4.codes, ROWS4.scales, STACK4.scales, ROWS4.offs)),
         (operators.gemm, (COLUMNS4.codes, COLUMNS4.codes, COLUMNS4.scales, COLUMNS4.scales, COLUMNS4.offs)),
     ]
@@ -414,9 +470,9 @@ def test_the_operators_have_fake_implementations() -> None:
         torch.library.opcheck(operator, args, test_utils="test_faketensor")
 
 
-def test_compiled(quantize: Quantize) -> None:
+def test_compiled(casts: Casts) -> None:
     def step(x: Tensor, w: Tensor) -> Tensor:
-        return fp4gemm.mm(quantize(x), quantize(w), activation="silu")
+        return fp4gemm.mm(casts.a(x), casts.b(w), activation="silu")
 
     x, w = numbers(40, 96), numbers(64, 96, seed=1)
     compiled = torch.compile(step, backend="aot_eager", fullgraph=True)

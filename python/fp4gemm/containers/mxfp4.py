@@ -44,9 +44,9 @@ class MXFP4Tensor(MXTensor):
 
     One matrix, one with groups of rows or of k, or a stack (g, n, k) of the weights of g experts. It is
     frozen, compared by identity, and a pytree node. :func:`fp4gemm.quantize_mxfp4` makes it, and
-    :func:`fp4gemm.mm` and :func:`fp4gemm.grouped_mm` multiply two of them. The constructor checks tensors
-    that you made, without reading device memory, so that nothing synchronises. Source of the format: OCP
-    Microscaling formats 1.0, MXFP4.
+    :func:`fp4gemm.mm` and :func:`fp4gemm.grouped_mm` multiply two of them, or one as the weight of an
+    MXFP8Tensor. The constructor checks tensors that you made, without reading device memory, so that nothing
+    synchronises. Source of the format: OCP Microscaling formats 1.0, MXFP4.
 
     ``data`` is the container itself, as code that reads ``module.weight.data`` expects; the stored bytes are
     ``codes``.

@@ -5,7 +5,8 @@ A value is an e2m1 number times a block scale of 1/2 to 4: a multiple of 1/4 up 
 reference agree in every bit.
 
 Scales of the MX formats are 1/2 to 2. MXFP8 values have magnitudes from 1/2 to 15/8 and 4 significant bits; a
-sum is then a multiple of 2^-10 below 2^13. Of MXFP4 it is a multiple of 1/16 below 2^16.
+sum is then a multiple of 2^-10 below 2^13. Of MXFP4 it is a multiple of 1/16 below 2^16, and of MXFP8 beside
+MXFP4 a multiple of 2^-7 below 2^15. There k is a multiple of 128, the columns of a tile of scales.
 
 The FP8 tensor cores of Hopper add with fewer bits. So FP8 tokens are zero but for four elements of a row, 1
 or -1; a sum is then a multiple of 1/32 below 16, which needs nine bits.
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from .. import activations, layout
-from .._formats import MXFP4, MXFP8, BlockFormat
+from .._formats import MX_BLOCK, MXFP4, MXFP8, BlockFormat
 from ..kernel_table import KernelInfo, kernel_by_name
 from ..ops import gemm as gemm_ops
 from ..ops import operators
@@ -36,6 +37,7 @@ RAGGED_M, RAGGED_K = (272, 160), (136, 264)  # (n, k) with ragged m; (m, n) with
 NEGATIVE = (37, 40, 96)  # (m, n, k) of the product with negative block scales
 DENSE_FP8, RAGGED_M_FP8 = ((300, 400, 320), (3, 32, 64)), (272, 192)
 NONZERO = 4  # elements of a row of FP8 tokens
+UNPACKED = 128  # k of MXFP4 codes beside MXFP8 is a multiple of it
 POISON = 0xFF  # a byte of a NaN in every output type
 NAN_SCALES = (0x7F, 0xFF)
 
@@ -63,7 +65,7 @@ class Problem:
         is_gated = activations.by_number[self.terms.get("activation", 0)].is_gated
         if kernel.mode != self.mode or kernel.is_gated != is_gated:
             return False
-        formats = gemm_ops.formats(x.a, x.scale_a, x.scale_b, int(self.prepacks))
+        formats = gemm_ops.formats(x.a, x.b, x.scale_a, x.scale_b, int(self.prepacks))
         return kernel.supports(*formats, ragged="k" if gemm_ops.is_ragged_k(x) else "m")
 
     def unsigned(self, kernel: KernelInfo) -> Problem | None:
@@ -110,7 +112,8 @@ def problems() -> list[Problem]:
     made += _with_terms("ragged m", operands, shape, gen)
     made += _prepacked("ragged m", operands, values, shape, gen)
     made += _with_terms("ragged k", *_ragged_k(gen), gen)
-    made += _fp8(gen) + _one_hot(gen) + _mx(MXFP8, gen) + _mx(MXFP4, gen)
+    made += _fp8(gen) + _one_hot(gen) + _mx(MXFP8, MXFP8, gen) + _mx(MXFP4, MXFP4, gen)
+    made += _mx(MXFP8, MXFP4, gen)
     return [*made, _negative_scales(gen)]
 
 
@@ -148,30 +151,34 @@ def _fp8(gen: torch.Generator) -> list[Problem]:
     return made
 
 
-def _mx(form: BlockFormat, gen: torch.Generator) -> list[Problem]:
-    """The products of two operands of an MX format, dense and with groups."""
+def _mx(form_a: BlockFormat, form_b: BlockFormat, gen: torch.Generator) -> list[Problem]:
+    """The products of two operands of MX formats, dense and with groups."""
     made = []
+    title = form_a.title if form_a is form_b else f"{form_a.title} and {form_b.title}"
+    step = MX_BLOCK if form_a is form_b else UNPACKED
     for m, n, k in DENSE:
-        (a, scale_a), (b, scale_b) = _mx_matrix(form, m, k, gen), _mx_matrix(form, n, k, gen)
+        k = -(-k // step) * step
+        (a, scale_a), (b, scale_b) = _mx_matrix(form_a, m, k, gen), _mx_matrix(form_b, n, k, gen)
         operands = GemmCall(a, b, layout.swizzle_scales(scale_a), layout.swizzle_scales(scale_b))
-        made += _with_terms(f"{m}x{n}x{k}, {form.title}", operands, (m, n), gen)
+        made += _with_terms(f"{m}x{n}x{k}, {title}", operands, (m, n), gen)
     n, k = RAGGED_M
+    k = -(-k // step) * step
     m = sum(SIZES) + LOOSE_ROWS
-    a, scale_a = _mx_matrix(form, m, k, gen)
-    weights = [_mx_matrix(form, n, k, gen) for _ in SIZES]
+    a, scale_a = _mx_matrix(form_a, m, k, gen)
+    weights = [_mx_matrix(form_b, n, k, gen) for _ in SIZES]
     values, scales = (torch.stack([w[i].view(torch.uint8) for w in weights]) for i in (0, 1))
     swizzled = torch.stack([layout.swizzle_scales(part) for part in scales]).view(scale_a.dtype)
-    operands = GemmCall(a, values.view(a.dtype), _spread(scale_a, m), swizzled, _ends())
-    made += _with_terms(f"ragged m, {form.title}", operands, (m, n), gen)
+    operands = GemmCall(a, values.view(weights[0][0].dtype), _spread(scale_a, m), swizzled, _ends())
+    made += _with_terms(f"ragged m, {title}", operands, (m, n), gen)
     m, n = RAGGED_K
-    step = form.group_columns
+    step = form_a.group_columns
     taken = torch.zeros(sum(-(-size // step) * step for size in SIZES) + step, dtype=torch.bool)
     begin = 0
     for size in SIZES:
         taken[begin : begin + size] = True
         begin += -(-size // step) * step
     both = []
-    for rows in (m, n):
+    for form, rows in ((form_a, m), (form_b, n)):
         data, block_scales = _mx_matrix(form, rows, len(taken), gen)
         elements = data.view(torch.uint8)
         if form is MXFP4:
@@ -182,7 +189,7 @@ def _mx(form: BlockFormat, gen: torch.Generator) -> list[Problem]:
         both.append((data, layout.swizzle_scales(block_scales)))
     (a, scale_a), (b, scale_b) = both
     call = GemmCall(a, b, scale_a, scale_b, _ends())
-    return made + _with_terms(f"ragged k, {form.title}", call, (len(SIZES), m, n), gen)
+    return made + _with_terms(f"ragged k, {title}", call, (len(SIZES), m, n), gen)
 
 
 def _mx_matrix(form: BlockFormat, rows: int, k: int, gen: torch.Generator) -> tuple[Tensor, Tensor]:

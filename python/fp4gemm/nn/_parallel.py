@@ -89,7 +89,7 @@ def _product(
     call = GemmCall.of(left, weight, handle.offs, activation=number, out_dtype=out_dtype)
     if a.device.type == "cuda":
         n = weight.rows or weight.data.shape[1]
-        formats = gemm_formats(left.data, left.scales, weight.scales, weight.rows)
+        formats = gemm_formats(left.data, weight.data, left.scales, weight.scales, weight.rows)
         call = call._replace(
             kernel_name=kernel_of(ep, handle, a.device, n, a.shape[1], formats, activation, out_dtype)
         )

@@ -17,7 +17,15 @@ from torch import Tensor
 
 from .. import _checks, activations, layout, support
 from .._checks import FLOAT_DTYPES, describe, has_dtype, has_shape, is_contiguous, listing, same_device
-from .._formats import MXFP8, NVFP4, BlockFormat, format_of, has_block_scales
+from .._formats import (
+    MXFP8,
+    NVFP4,
+    BlockFormat,
+    are_multiplied,
+    format_of,
+    formats_beside,
+    has_block_scales,
+)
 from ..activations import Activation
 from ..reference.chunks import fp32, row_chunks
 from ..reference.epilogue import ALPHA, ALPHA_FP8, ALPHA_UNQUANTIZED, Epilogue, Terms
@@ -164,24 +172,25 @@ def k_of(x: Tensor) -> int:
 
 
 _FORMATS = {torch.bfloat16: "bf16", torch.float16: "fp16", FP8: "e4m3"}
-_MX = ("mxfp8", "mxfp4")
 
 
-def formats(a: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, b_rows: int) -> tuple[str, str]:
+def formats(
+    a: Tensor, b: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, b_rows: int
+) -> tuple[str, str]:
     """Return the formats (kernel_table.FORMATS) of checked operands a and b."""
     format_a = _FORMATS[a.dtype] if scale_a is None else format_of(a, scale_a).name
     if b_rows:
         return format_a, "prepacked_fp8" if a.dtype is FP8 else "prepacked"
     if scale_b is None:
         return format_a, "fp16"
-    return format_a, format_a if format_a in _MX else "nvfp4"
+    return format_a, format_of(b, scale_b).name
 
 
 def prepacked(call: GemmCall, k: int) -> None:
     """Raise unless b has the bytes of prepacked (b_rows, k) weights: (bytes,), or (g, bytes) with offs."""
     b, n, fp8 = call.b, call.b_rows, is_tokens(call)
     if (mx := _mx_format(call.a, call.scale_a)) is not None:
-        raise TypeError(f"b_rows: b is prepacked, must be {mx.title} as a: {mx.data_is}")
+        raise TypeError(f"b_rows: b is prepacked, must be {in_words(formats_beside(mx, 'b'))} beside a")
     if call.scale_b is not None:
         raise ValueError(f"scale_b: got {describe(call.scale_b)}, must be None because b is prepacked")
     _checks.prepacked_order("b", b, fp8)
@@ -230,22 +239,33 @@ def _mx_format(data: Tensor, scale: object) -> BlockFormat | None:
     return form if form.is_mx else None
 
 
+def in_words(formats: tuple[BlockFormat, ...]) -> str:
+    """The data of these formats, for messages."""
+    return ", or ".join(f"{form.data_is} ({form.title})" for form in formats)
+
+
 def _match(a: Tensor, scale_a: Tensor | None, b: Tensor, scale_b: Tensor | None) -> None:
     """Raise TypeError unless a kernel multiplies the formats of a and b."""
     left, right = _mx_format(a, scale_a), _mx_format(b, scale_b)
-    if left is None and right is None:
+    if left is not None and right is not None and are_multiplied(left, right):
+        return
+    form = left or right
+    if form is None:
         beside(a, b)
-    elif left is not right and (form := left or right) is not None:
-        wrong, other = ("a", "b") if left is None else ("b", "a")
-        data, scale = (b, scale_b) if wrong == "b" else (a, scale_a)
-        if scale is None:
-            raise TypeError(
-                f"scale_{wrong}: got None, must be float8_e8m0fnu scales: both operands must be {form.title}"
-            )
+        return
+    wrong, other = ("a", "b") if left is None else ("b", "a")
+    data, scale = (b, scale_b) if wrong == "b" else (a, scale_a)
+    wanted = formats_beside(form, wrong)
+    if scale is None:
+        titles = " or ".join(choice.title for choice in wanted)
         raise TypeError(
-            f"{wrong}: dtype is {data.dtype} ({format_of(data, scale).title}), must be {form.data_is} "
-            f"({form.title}) as {other}"
+            f"scale_{wrong}: got None, must be float8_e8m0fnu scales: {wrong} must be {titles} beside "
+            f"{form.title} {other}"
         )
+    raise TypeError(
+        f"{wrong}: dtype is {data.dtype} ({format_of(data, scale).title}), must be {in_words(wanted)} beside "
+        f"{form.title} {other}"
+    )
 
 
 def checked_shape(call: GemmCall, out_dtype: torch.dtype) -> tuple[int, ...]:
@@ -542,9 +562,9 @@ def gemm(call: GemmCall) -> Tensor:
     Args:
         a: codes uint8 (m, k/2) with scale_a; or MXFP8 values float8_e4m3fn (m, k) with scale_a; or float16,
             bfloat16 or, FP8 tokens, float8_e4m3fn (m, k) with scale_a None. k of FP8 tokens is a multiple
-            of 64. If a is MXFP8, so is b; its scales are float8_e8m0fnu with k/32 in place of k/16, and the
-            groups of ragged k start at multiples of 128. The same holds of MXFP4, whose codes are told from
-            those of NVFP4 by the dtype of their scales.
+            of 64. If a is MXFP8, b is MXFP8 or MXFP4; the scales are float8_e8m0fnu with k/32 in place of
+            k/16, and the groups of ragged k start at multiples of 128. If a is MXFP4, so is b; its codes are
+            told from those of NVFP4 by the dtype of their scales.
         b: codes uint8 (n, k/2), or (g, n, k/2) for ragged m, with scale_b; or float16 (n, k) or (g, n, k)
             with scale_b None; or the bytes of prepacked weights, (bytes,) or (g, bytes), with scale_b None
             and b_rows = n: int8 for FP8 tokens, uint8 for all others. Not float16 with FP8 tokens.

@@ -10,8 +10,8 @@ NVFP4 weight are rounded to e4m3, as the tensor cores need them: 8 * e4m3(q * s 
 two: its product is within a bound of the one here, not equal to it.
 
 Of MXFP8 and MXFP4 operands the factors are v * 2^(code - 127), elements times their scales, which float64
-holds. Their products have 8 or 4 significant bits, and the float64 sum is exact while they lie within 45 or
-49 powers of two.
+holds. Their products have 8 or 4 significant bits, and 6 where a is MXFP8 and b MXFP4, and the float64 sum is
+exact while they lie within 45, 49 or 47 powers of two.
 """
 
 from __future__ import annotations
