@@ -106,8 +106,13 @@ Tensor linear(Tensor const& x, Tensor const& weight, std::optional<Tensor> weigh
                   ", must be 448 or 256");
   InputCast const input(scaling);
   bool const mxfp8 = input.is_mxfp8 && !is_quantized;
-  STD_TORCH_CHECK(mxfp8 == is_fp8(weight), "weight: dtype is ", name_of(weight.scalar_type()), ", must ",
-                  mxfp8 ? "" : "not ", "be Float8_e4m3fn (MXFP8) with scaling ", scaling);
+  // Beside MXFP8 tokens the weight is MXFP8, or codes with scales in e8m0, which packed_operand checks.
+  bool const mxfp4_weight = mxfp8 && weight.scalar_type() == ScalarType::Byte && weight_scales.has_value() &&
+                            weight_scales->scalar_type() == ScalarType::Float8_e8m0fnu;
+  STD_TORCH_CHECK(mxfp8 == is_fp8(weight) || mxfp4_weight, "weight: dtype is ", name_of(weight.scalar_type()),
+                  mxfp8 ? ", must be Float8_e4m3fn (MXFP8) or Byte with scales in Float8_e8m0fnu (MXFP4)"
+                        : ", must not be Float8_e4m3fn (MXFP8)",
+                  " with scaling ", scaling);
   STD_TORCH_CHECK(weight_amax.has_value() != mxfp8, "weight_amax: must ", mxfp8 ? "" : "not ",
                   "be None with scaling ", scaling);
   STD_TORCH_CHECK(is_quantized || (!x_scales.has_value() && x_e4m3_max == 448),
@@ -147,9 +152,9 @@ Tensor linear(Tensor const& x, Tensor const& weight, std::optional<Tensor> weigh
 
   args.n = check_weight("weight", weight, weight_scales, weight_rows, weight_e4m3_max, args.k, fp8, "x");
   args.b_is_constant = weight_rows > 0 ? 1 : 0;  // as in the operator gemm
-  args.b = weight_rows > 0
-               ? prepacked_operand("weight", weight, fp8, device)
-               : packed_operand("weight", "weight_scales", weight, *weight_scales, 0, args.n, args.k, device);
+  args.b = weight_rows > 0 ? prepacked_operand("weight", weight, fp8, device)
+                           : packed_operand("weight", "weight_scales", weight, *weight_scales, 0, args.n,
+                                            args.k, device, mxfp4_weight);
   args.alpha_col = vector_of("weight_amax", weight_amax, 0, args.n, device);
   // The product of the bounds is exact, so that there is one rounding.
   int64_t const bound_of_x = fp8            ? 448

@@ -8,7 +8,7 @@ options under these names. Each of them checks its values by a :class:`Recipe`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, NamedTuple, cast, get_args
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 from . import _checks
 from .calibration.gptq import DAMPING, Factorization, rounded
 from .calibration.statistics import InputStatistics, Statistics, StatisticsFile
+from .containers.mxfp4 import MXFP4Tensor, quantize_mxfp4
 from .containers.mxfp8 import MXFP8Tensor, quantize_mxfp8
 from .containers.nvfp4 import NVFP4Tensor
 from .ops import options as option_checks
@@ -35,12 +36,14 @@ __all__ = [
     "Quantizer",
     "Recipe",
     "StoredActivations",
+    "WeightFormatName",
     "WeightScaling",
     "automatic",
 ]
 
-ActivationKind = Literal["per-token", "per-tensor", "static", "fp8", "a16", "mxfp8"]
-LayerKind = Literal["per-token", "per-tensor", "fp8", "a16", "mxfp8"]
+ActivationKind = Literal["per-token", "per-tensor", "static", "fp8", "a16", "mxfp8", "mxfp8-mxfp4"]
+LayerKind = Literal["per-token", "per-tensor", "fp8", "a16", "mxfp8", "mxfp8-mxfp4"]
+WeightFormatName = Literal["nvfp4", "mxfp8", "mxfp4"]
 StoredKind = Literal["a16", "per-token", "per-tensor", "static", "fp8"]
 # "per-token" and "per-tensor" with each set of options of the cast: see Recipe. A test compares with INPUTS.
 TokenCast = Literal[
@@ -101,9 +104,9 @@ class InputKind(NamedTuple):
         return self.tokens == "nvfp4"
 
     @property
-    def weights(self) -> Literal["nvfp4", "mxfp8"]:
+    def weights(self) -> WeightFormatName:
         """The format of the weight that it is multiplied by."""
-        return "mxfp8" if self.tokens == "mxfp8" else "nvfp4"
+        return _MX_WEIGHTS.get(self.kind, "nvfp4")
 
 
 _KINDS: Mapping[ActivationKind, tuple[TokenForm, int | None]] = {
@@ -113,6 +116,13 @@ _KINDS: Mapping[ActivationKind, tuple[TokenForm, int | None]] = {
     "static": ("nvfp4", None),
     "fp8": ("fp8", FP8_ROW),
     "mxfp8": ("mxfp8", MXFP8),
+    "mxfp8-mxfp4": ("mxfp8", MXFP8),
+}
+# The formats of weights by kind of activations; those of the other kinds are NVFP4.
+_MX_WEIGHTS: Mapping[ActivationKind, WeightFormatName] = {"mxfp8": "mxfp8", "mxfp8-mxfp4": "mxfp4"}
+_MX_CASTS: Mapping[WeightFormatName, Callable[[Tensor], MXFP8Tensor | MXFP4Tensor]] = {
+    "mxfp8": quantize_mxfp8,
+    "mxfp4": quantize_mxfp4,
 }
 # The options of fp4gemm.quantize that "per-token" and "per-tensor" may have.
 CAST_OPTIONS = ("encode", "four_over_six", "four_over_six_error", "e4m3_max")
@@ -238,7 +248,7 @@ def automatic(multiplies_fp8: bool, *k: int) -> Literal["per-token", "fp8", "a16
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """The options by which weights become NVFP4, and activations NVFP4 or FP8; or both MXFP8.
+    """The options by which weights become NVFP4, and activations NVFP4 or FP8; or both an MX format.
 
     Attributes:
         activations: how the input of a product is quantized when the model runs. "per-token": each row has
@@ -250,6 +260,8 @@ class Recipe:
             "a16": the input stays in bfloat16 or float16.
             "mxfp8": the input and the weight become MXFP8 (:func:`fp4gemm.quantize_mxfp8`), which has no
             other option: the method is "round", and weight_scaling stays "row" without a meaning.
+            "mxfp8-mxfp4": the input becomes MXFP8, and the weight MXFP4 (:func:`fp4gemm.quantize_mxfp4` with
+            its scale "floor"), or it is in MXFP4 already and keeps its codes; as "mxfp8" otherwise.
             "per-token" and "per-tensor" may be followed by options of :func:`fp4gemm.quantize`, which defines
             each to the bit: "per-token,four_over_six=mae", "per-tensor,encode=te_per_token". They are
             ``encode``, ``four_over_six``, ``four_over_six_error`` and ``e4m3_max``; those that are omitted
@@ -294,8 +306,8 @@ class Recipe:
     def __post_init__(self) -> None:
         object.__setattr__(self, "activations", checked_activations(self.activations))
         _checks.is_one_of("numerics", self.numerics, get_args(Numerics))
-        if INPUTS[self.activations].weights == "mxfp8":
-            self._check_mxfp8()
+        if INPUTS[self.activations].weights != "nvfp4":
+            self._check_mx()
             return
         if self.weight_scaling is None:
             object.__setattr__(self, "weight_scaling", "row" if self.numerics == "te" else "tensor")
@@ -339,7 +351,7 @@ class Recipe:
         object.__setattr__(self, "four_over_six", adaptive)
         self._check_cast()
 
-    def _check_mxfp8(self) -> None:
+    def _check_mx(self) -> None:
         """Check that there are no options of NVFP4, and complete the others."""
         implied: dict[str, Any] = {
             "weight_scaling": "row", "method": "round", "four_over_six": "none", "e4m3_max": 448,
@@ -456,7 +468,7 @@ class Quantizer:
             ``quantize(w, scale_search="mse", importance=mean_square)``, importance None without statistics,
             and "gptq" :func:`fp4gemm.calibration.gptq`, or "search" where that fails; the last two get the
             recipe's fp8_operand. The numerics are "te". With activations "mxfp8" the weight is
-            ``quantize_mxfp8(w)``.
+            ``quantize_mxfp8(w)``, and with "mxfp8-mxfp4" it is ``quantize_mxfp4(w)``.
         statistics: those of the layer's input under "", or those of experts under "w13" and "w2"; may be
             empty, except for "gptq".
         factorization: of "gptq", shared by the quantizers of a model.
@@ -479,20 +491,16 @@ class Quantizer:
         self.notes: list[str] = []
         self.errors: list[float] = []
 
-    def __call__(self, w: Tensor, name: str = "") -> NVFP4Tensor | MXFP8Tensor:
+    def __call__(self, w: Tensor, name: str = "") -> NVFP4Tensor | MXFP8Tensor | MXFP4Tensor:
         """Quantize w (n, k) or (g, n, k)."""
         known = self._statistics.get(name)
         if known is not None:
             known = self._complete(known.to(w.device))
-        made = quantize_mxfp8(w) if self.makes_mxfp8 else self.made(w, known)
+        mx = _MX_CASTS.get(INPUTS[self.recipe.activations].weights)
+        made = self.made(w, known) if mx is None else mx(w)
         if known is not None and bool(known.num_tokens.any()):
             self.errors.append(output_error(w, made, known))
         return made.to(w.dtype)
-
-    @property
-    def makes_mxfp8(self) -> bool:
-        """Whether the weights are MXFP8."""
-        return INPUTS[self.recipe.activations].weights == "mxfp8"
 
     def made(self, w: Tensor, known: InputStatistics | None, amax: Tensor | None = None) -> NVFP4Tensor:
         """Make w NVFP4 by the method, with the statistics ``known``; amax is given, or measured from w."""
@@ -563,7 +571,7 @@ def completed(own: InputStatistics, of_all: InputStatistics) -> InputStatistics:
     return InputStatistics(own.num_tokens, mixed(own.mean_square, of_all.mean_square), moment)
 
 
-def output_error(w: Tensor, made: NVFP4Tensor | MXFP8Tensor, known: InputStatistics) -> float:
+def output_error(w: Tensor, made: NVFP4Tensor | MXFP8Tensor | MXFP4Tensor, known: InputStatistics) -> float:
     """|X (W - Q)^T| / |X W^T| over the inputs of the statistics. Synchronises."""
     total, wrong = 0.0, 0.0
     num_experts = w.shape[0] if w.dim() == 3 else 0

@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import fp4gemm
 import pytest
 import torch
 from fp4gemm import nn
@@ -120,6 +121,89 @@ def test_a_loaded_model_is_saved_and_loaded_again(format: Any, tmp_path: Path) -
     again = load(tmp_path / "b")
     same_values(experts_of(again), dequantized(tmp_path / "a"))
     assert torch.equal(logits(again), logits(model))
+
+
+KEPT = "mxfp8-mxfp4"
+
+
+def load_as_is(folder: Path, **options: Any) -> Any:
+    return load(folder, quantization_config=integration.Fp4GemmConfig(activations=KEPT), **options)
+
+
+@pytest.mark.parametrize(("low", "high"), [(119, 123), (1, 250)], ids=["usual", "span"])
+def test_weights_stay_as_they_are(low: int, high: int, tmp_path: Path) -> None:
+    """Codes and scales of every expert, whatever their exponents; saved and loaded again, too."""
+    model = load_as_is(write_mxfp4(tmp_path / "a", low, high))
+    want, config = read(tmp_path / "a")
+    assert [module.activations for module in model.modules() if isinstance(module, nn.Experts)] == [KEPT] * 2
+    integration.save_pretrained(model, tmp_path / "b")
+    saved, saved_config = read(tmp_path / "b")
+    assert saved.keys() == want.keys()
+    for name, tensor in want.items():
+        assert_bits(saved[name], tensor, name)
+    assert saved_config["quantization_config"] == config["quantization_config"]
+    for each in (model, load_as_is(tmp_path / "b")):
+        for name, module in each.named_modules():
+            if isinstance(module, nn.Experts):
+                for child, weight in (("gate_up_proj", module.w13), ("down_proj", module.w2)):
+                    assert isinstance(weight.weight, fp4gemm.MXFP4Tensor)
+                    codes, scales = weight.weight.to_weight()
+                    assert_bits(codes, want[f"{name}.{child}_blocks"], child)
+                    assert_bits(scales, want[f"{name}.{child}_scales"], child)
+                    assert_bits(weight.bias, want[f"{name}.{child}_bias"].float(), child)
+
+
+def test_logits_with_weights_as_they_are(tmp_path: Path) -> None:
+    """The weights are exact, and tokens are MXFP8; each product has the bits of quantize_mxfp8 and mm."""
+    want = logits(float_of(write_mxfp4(tmp_path)))
+    model = load_as_is(tmp_path, dtype=torch.float32)
+    assert ((logits(model) - want).norm() / want.norm()).item() < 0.15
+    experts = model.model.layers[0].mlp.experts
+    x = torch.randn(5, experts.hidden)
+    ids, weights = torch.arange(5).view(5, 1) % experts.num_experts, torch.ones(5, 1)
+    got = experts(x, ids, weights)
+    for i, e in enumerate(ids[:, 0].tolist()):
+        h = fp4gemm.mm(
+            fp4gemm.quantize_mxfp8(x[i : i + 1]),
+            experts.w13.weight[e],
+            bias=experts.w13.bias[e],
+            activation="swiglu_oai",
+        )
+        down = {"bias": experts.w2.bias[e], "out_dtype": torch.float32}
+        y = fp4gemm.mm(fp4gemm.quantize_mxfp8(h), experts.w2.weight[e], **down)
+        assert_bits(got[i : i + 1], y, f"token {i}")
+
+
+def test_a_float_model_is_quantized_and_saved_like_gpt_oss(tmp_path: Path) -> None:
+    """Experts that quantize_model made MXFP4 have the bytes of convert --format mxfp4."""
+    save_float(float_model("gpt-oss"), tmp_path / "float")
+    convert(tmp_path / "float", tmp_path / "mxfp4", Packing(), device="cpu")
+    model = load(tmp_path / "float")
+    fp4gemm.models.quantize_model(model, activations=KEPT, include="*.experts")
+    integration.save_pretrained(model, tmp_path / "own")
+    want, got = read(tmp_path / "mxfp4")[0], read(tmp_path / "own")[0]
+    assert got.keys() == want.keys()
+    for name, tensor in want.items():
+        assert_bits(got[name], tensor, name)
+
+
+def test_what_is_refused_of_weights_as_they_are(tmp_path: Path) -> None:
+    model = load_as_is(write_mxfp4(tmp_path / "a"))
+    with pytest.raises(ValueError, match="format: got 'modelopt', must be absent, since the model has MXFP4"):
+        integration.save_pretrained(model, tmp_path / "b", format="modelopt")
+    config = integration.Fp4GemmConfig(activations="mxfp8")
+    with pytest.raises(
+        ValueError, match="activations: got 'mxfp8', must be a value with weights in NVFP4 or MX"
+    ):
+        load(tmp_path / "a", quantization_config=config)
+    convert(tmp_path / "a", tmp_path / "nvfp4", Translation("mxfp4", "fp4gemm"))
+    with pytest.raises(
+        ValueError, match="activations: got 'mxfp8-mxfp4', must be a value with weights in NVFP4,"
+    ):
+        load_as_is(tmp_path / "nvfp4")
+    write_mxfp4(tmp_path / "nan", change=nan_scale)
+    with pytest.raises(ValueError, match=r"experts\.down_proj: scales: 1 of \d+ values are NaN"):
+        load_as_is(tmp_path / "nan")
 
 
 def test_options_of_loading_are_open(tmp_path: Path) -> None:

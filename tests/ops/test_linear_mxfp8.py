@@ -1,4 +1,4 @@
-"""The operator linear with MXFP8 on both sides: the bits of quantize_mxfp8 and mm, and what it refuses."""
+"""The operator linear with MXFP8 tokens, and a weight in MXFP8 or MXFP4: its bits, and what it refuses."""
 
 from __future__ import annotations
 
@@ -19,17 +19,22 @@ LEADS = [(), (1,), (33,), (2, 3), (4, 1, 5), (0,), (3, 0)]
 OPS = torch.ops.fp4gemm
 
 
-@pytest.fixture
-def weight(device: torch.device, gen: torch.Generator) -> fp4gemm.MXFP8Tensor:
-    return fp4gemm.quantize_mxfp8(make("normal", N, K, torch.bfloat16, gen).to(device))
+MX = fp4gemm.MXFP8Tensor | fp4gemm.MXFP4Tensor
 
 
-def linear(x: Tensor, w: fp4gemm.MXFP8Tensor, **terms: Any) -> Tensor:
-    result: Tensor = OPS.linear(x, w.values, w.scales, None, scaling=MXFP8, **terms)
+@pytest.fixture(params=["mxfp8", "mxfp4"])
+def weight(request: pytest.FixtureRequest, device: torch.device, gen: torch.Generator) -> MX:
+    cast = {"mxfp8": fp4gemm.quantize_mxfp8, "mxfp4": fp4gemm.quantize_mxfp4}[request.param]
+    made: MX = cast(make("normal", N, K, torch.bfloat16, gen).to(device))
+    return made
+
+
+def linear(x: Tensor, w: MX, **terms: Any) -> Tensor:
+    result: Tensor = OPS.linear(x, w._elements, w.scales, None, scaling=MXFP8, **terms)
     return result
 
 
-def expected(x: Tensor, w: fp4gemm.MXFP8Tensor, **terms: Any) -> Tensor:
+def expected(x: Tensor, w: MX, **terms: Any) -> Tensor:
     """What quantize_mxfp8 and mm make of the rows of x."""
     rows = x.reshape(-1, K) if x.numel() else x.new_empty(0, K)
     if terms.get("c") is not None:
@@ -40,7 +45,7 @@ def expected(x: Tensor, w: fp4gemm.MXFP8Tensor, **terms: Any) -> Tensor:
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=short)
 def test_shapes_and_dtypes(
-    dtype: torch.dtype, weight: fp4gemm.MXFP8Tensor, device: torch.device, gen: torch.Generator
+    dtype: torch.dtype, weight: MX, device: torch.device, gen: torch.Generator
 ) -> None:
     bias = torch.randn(N, generator=gen).to(device)
     for lead in LEADS:
@@ -54,9 +59,7 @@ def test_shapes_and_dtypes(
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda a: a.name or "none")
-def test_terms(
-    activation: Activation, weight: fp4gemm.MXFP8Tensor, device: torch.device, gen: torch.Generator
-) -> None:
+def test_terms(activation: Activation, weight: MX, device: torch.device, gen: torch.Generator) -> None:
     x = torch.randn(2, 5, K, generator=gen).bfloat16().to(device)
     got = linear(x, weight, activation=activation.number, out_dtype=torch.float16)
     assert_bits(got, expected(x, weight, activation=activation.name, out_dtype=torch.float16))
@@ -66,7 +69,7 @@ def test_terms(
         assert_bits(got, expected(x, weight, activation=activation.name, c=c, beta=0.5))
 
 
-def test_batch_invariant(weight: fp4gemm.MXFP8Tensor, device: torch.device, gen: torch.Generator) -> None:
+def test_batch_invariant(weight: MX, device: torch.device, gen: torch.Generator) -> None:
     x = make("normal", 130, K, torch.bfloat16, gen).to(device)
     every = linear(x, weight, batch_invariant=True)
     for m in (1, 5, 64):
@@ -74,12 +77,10 @@ def test_batch_invariant(weight: fp4gemm.MXFP8Tensor, device: torch.device, gen:
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=short)
-def test_opcheck(
-    dtype: torch.dtype, weight: fp4gemm.MXFP8Tensor, device: torch.device, gen: torch.Generator
-) -> None:
+def test_opcheck(dtype: torch.dtype, weight: MX, device: torch.device, gen: torch.Generator) -> None:
     x = torch.randn(2, 3, K, generator=gen).to(dtype).to(device)
     bias = torch.randn(N, generator=gen).to(device)
-    parts = (weight.values, weight.scales, None)
+    parts = (weight._elements, weight.scales, None)
     opcheck("linear", x, *parts, bias, scaling=MXFP8)
     assert_fake_is_real("linear", x.transpose(0, 1), *parts, scaling=MXFP8)
 
@@ -87,6 +88,7 @@ def test_opcheck(
 def test_refusals(device: torch.device, gen: torch.Generator) -> None:
     data = make("normal", N, K, torch.bfloat16, gen).to(device)
     w, four_bits = fp4gemm.quantize_mxfp8(data), fp4gemm.quantize(data)
+    w4 = fp4gemm.quantize_mxfp4(data)
     x = make("normal", 3, K, torch.bfloat16, gen).to(device)
     amax = four_bits.amax
     ids = torch.zeros(3, 1, dtype=torch.int32, device=device)
@@ -95,6 +97,8 @@ def test_refusals(device: torch.device, gen: torch.Generator) -> None:
         (lambda: OPS.linear(x, w.values, w.scales, amax, scaling=MXFP8), "weight_amax: .*None"),
         (lambda: OPS.linear(x, four_bits.codes, four_bits.scales, None, scaling=MXFP8), "weight: dtype is"),
         (lambda: OPS.linear(x, w.values, w.scales, None, scaling=1), "weight: dtype is"),
+        (lambda: OPS.linear(x, w4.codes, w4.scales, amax, scaling=MXFP8), "weight_amax: .*None"),
+        (lambda: OPS.linear(x, w4.codes, w4.scales, amax, scaling=1), "weight_scales: dtype is"),
         (lambda: OPS.linear(x, w.values, None, None, scaling=MXFP8), "weight_scales: .*None"),
         (lambda: OPS.linear(x, four_bits.codes, four_bits.scales, None, scaling=1), "weight_amax: "),
         (

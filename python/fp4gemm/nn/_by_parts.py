@@ -1,10 +1,10 @@
-"""Blocks of experts that no operator computes: with rounded gate and up, as in training, and with MXFP8.
+"""Blocks of experts that no operator computes: with rounded gate and up, as in training, and of MX formats.
 
 The operator ``experts`` applies the activation to the float32 sums of the first product. A model that trains
 rounds them to the dtype of x first, since the first product, SwiGLU and the second product are functions of
 their own there (:class:`fp4gemm.training.StackedExperts`). No kernel has that rounding in its epilogue, so
-that the block is composed here, with the bits of training. So is a block of MXFP8 weights, which the operator
-does not read.
+that the block is composed here, with the bits of training. So is a block of MXFP8 or MXFP4 weights, which the
+operator does not read.
 """
 
 from __future__ import annotations

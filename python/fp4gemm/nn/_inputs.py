@@ -60,7 +60,7 @@ def check_options(
     """Return the name by which INPUTS has the activations; TypeError or ValueError for a wrong value."""
     known = checked_activations(activations, LAYER_ACTIVATIONS)
     _checks.is_one_of("weight_scaling", weight_scaling, WEIGHT_SCALINGS)
-    if weight_scaling != "row" and INPUTS[known].weights == "mxfp8":
+    if weight_scaling != "row" and INPUTS[known].weights != "nvfp4":
         raise ValueError(
             f"weight_scaling: got {weight_scaling!r}, must be 'row', the default, with activations "
             f"{known!r}, whose weights have no amax"

@@ -168,7 +168,7 @@ class WeightModule(torch.nn.Module):
 
     @property
     def weight_scales(self) -> Tensor:
-        """float8_e4m3fn, of MXFP8 float8_e8m0fnu, swizzled; of a prepacked weight a copy, as the codes."""
+        """float8_e4m3fn, of MX formats float8_e8m0fnu, swizzled; of a prepacked weight a copy, as codes."""
         with _no_exchange():
             held = self._buffers.get(SCALES)
             return self._unprepacked().scales if held is None else held
@@ -379,7 +379,7 @@ class WeightModule(torch.nn.Module):
     def dequantize_weight(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The values W of the weight, dense (n, k) or (g, n, k) of ``dtype``.
 
-        Of NVFP4 ``W = code * block scale * amax / (6 * e4m3_max)``, and of MXFP8 ``W = code * block scale``.
+        Of NVFP4 ``W = code * block scale * amax / (6 * e4m3_max)``, of MX formats ``W = code * block scale``.
         """
         self._require_weight()
         return self.weight.dequantize(dtype)
@@ -521,8 +521,8 @@ class WeightModule(torch.nn.Module):
                 shape; one number for a matrix is also accepted where the layer has one for each row. Or a
                 bfloat16, float16 or float32 tensor, which :func:`fp4gemm.quantize` makes NVFP4 with
                 ``weight_scaling`` and ``e4m3_max`` of the layer: the standard block scales for 448, and four
-                over six for 256. A layer with an MXFP8 weight takes an MXFP8Tensor in place of the first, and
-                makes MXFP8 of a float tensor.
+                over six for 256. A layer with an MXFP8 or MXFP4 weight takes an MXFP8Tensor or MXFP4Tensor
+                in place of the first, and makes one of a float tensor.
             bias: bfloat16, float16 or float32 (n,) or (g, n); None keeps the bias.
 
         Raises:

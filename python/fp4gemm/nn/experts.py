@@ -1,4 +1,4 @@
-"""fp4gemm.nn.Experts: the experts of a mixture, their weights in NVFP4 or MXFP8, as one module."""
+"""fp4gemm.nn.Experts: the experts of a mixture, their weights in NVFP4, MXFP8 or MXFP4, as one module."""
 
 from __future__ import annotations
 
@@ -98,8 +98,8 @@ class Experts(Invariant, torch.nn.Module):
             rows of each expert; both may have options of the cast, as in :class:`fp4gemm.nn.Linear`. "fp8"
             makes both e4m3, one scale for each row (W4A8), as there. "a16": neither is quantized (W4A16), but
             x is rounded to bfloat16 if it is float32, and so is the result then. "mxfp8": x, h and both
-            weights are MXFP8, as in :class:`fp4gemm.nn.Linear`; the block is then a sequence of operators,
-            without ep.
+            weights are MXFP8, as in :class:`fp4gemm.nn.Linear`, and with "mxfp8-mxfp4" both weights are
+            MXFP4; the block is then a sequence of operators, without ep.
         weight_scaling: "row" gives each output channel of each expert its own amax, "tensor" one to each
             expert's matrix.
         check_finite: "off", or "raise" for debugging: ``forward`` raises ValueError if x has a NaN or an
@@ -754,7 +754,7 @@ def formats_of(layer: Experts, x: Tensor, w13: OperandParts) -> tuple[str, str]:
     """The formats of the operands of both products, as :func:`support.ready_for` names them."""
     tokens = INPUTS[layer.activations].tokens
     if tokens == "mxfp8":
-        return tokens, tokens
+        return tokens, layer.w13.format_name
     if tokens == "fp8":
         return "e4m3", "nvfp4" if w13.scales is not None else "prepacked_fp8"
     if tokens == "16-bit":
@@ -772,7 +772,7 @@ def multiply(
     scaling = INPUTS[layer.activations].scaling
     if layer.rounded_gate:
         return swiglu_experts(x, ids, scores, w13, w2, cast(int, scaling), *more)
-    if w13.amax is None:  # MXFP8, which the operator does not read
+    if w13.amax is None:  # an MX format, which the operator does not read
         return composed_experts(x, ids, scores, w13, w2, cast(int, scaling), layer._activation, *more)
     arguments = ExpertsCall.arguments(x, ids, scores, w13, w2, scaling, layer._activation, *more)
     y: Tensor = operators.experts(*arguments)

@@ -1,4 +1,4 @@
-"""fp4gemm.nn.Linear: torch.nn.Linear with a weight in NVFP4 or MXFP8 and an input quantized in each call."""
+"""fp4gemm.nn.Linear: torch.nn.Linear with a quantized weight and an input quantized in each call."""
 
 from __future__ import annotations
 
@@ -70,7 +70,9 @@ class Linear(Invariant, WeightModule):
     e4m3 values with a power of two for 32 elements, and no amax. It runs on the MXFP8 tensor cores of
     Blackwell, on the CPU, and on compute capability 9.0 in fp16, where each call decodes both operands.
     ``weight`` is then an :class:`fp4gemm.MXFP8Tensor`, which takes the place of the NVFP4Tensor in all that
-    follows; it is not prepacked, and x is a float tensor.
+    follows; it is not prepacked, and x is a float tensor. With ``activations="mxfp8-mxfp4"`` Q(x) is the same
+    and the weight an :class:`fp4gemm.MXFP4Tensor`, of :func:`fp4gemm.quantize_mxfp4` or with the codes of a
+    checkpoint. There Blackwell's kernels require k to be a multiple of 128.
 
     On compute capability 9.0, and with ``activations="a16"`` on 12.0 and 12.1, the first ``forward``
     that is neither traced nor captured prepacks the weight (:func:`fp4gemm.prepack`), which synchronises
@@ -117,10 +119,11 @@ class Linear(Invariant, WeightModule):
             "per-token,four_over_six=mae", as :class:`fp4gemm.recipe.Recipe` defines them. "fp8": x becomes
             e4m3, each token with its own scale; devices other than compute capability 9.0 and the CPU refuse
             it. "a16": x is not quantized (W4A16), but rounded to bfloat16 if it is float32; devices with FP4
-            tensor cores refuse it. "mxfp8": x and the weight are MXFP8.
+            tensor cores refuse it. "mxfp8": x and the weight are MXFP8. "mxfp8-mxfp4": x is MXFP8, and the
+            weight MXFP4.
         weight_scaling: "row" gives each output channel (row of W) its own amax, "tensor" one to the whole
             weight. "row" is the default, since one fp32 number a channel costs nothing: the epilogue
-            multiplies by it anyway. MXFP8 has no amax, so that "tensor" is refused with "mxfp8".
+            multiplies by it anyway. MX formats have no amax, so that "tensor" is refused with them.
         check_finite: "off", or "raise" for debugging: ``forward`` raises ValueError if x has a NaN or an
             infinity. That reads x once more and synchronises in every call. While torch.compile traces with
             ``fullgraph=True`` or a CUDA graph is captured, "raise" is refused; without ``fullgraph`` the
@@ -137,7 +140,8 @@ class Linear(Invariant, WeightModule):
         (1,). weight_e4m3_max: int32 (1,), the bound of the scales, 448 or 256. A checkpoint without it means
         448. weight_prepacked: uint8 (int8 with "fp8"), in place of codes and scales once they are prepacked.
         bias: float32 (n,), or None. With "mxfp8" weight_codes is float8_e4m3fn (n, k), weight_scales
-        float8_e8m0fnu (ceil128(n), ceil4(k/32)), and there are no others but bias.
+        float8_e8m0fnu (ceil128(n), ceil4(k/32)), and there are no others but bias; with "mxfp8-mxfp4" the
+        codes are uint8 (n, k/2), and the scales those of "mxfp8".
         A state_dict has codes and scales in place of weight_prepacked. The buffers keep these dtypes under
         ``.half()``, ``.bfloat16()``, ``.to(dtype)``, which change ``weight.dtype`` alone.
 

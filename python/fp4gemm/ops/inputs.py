@@ -14,7 +14,8 @@ from .quantize import QuantizeCall
 __all__ = ["FP8_ROW", "MXFP8", "NOT_QUANTIZED", "ROW", "TENSOR", "InputCast", "checked_input"]
 
 # The scaling: 0 does not quantize x; 1 gives each row an amax, 2 all rows together, or those of a group; 3
-# quantizes x to FP8 tokens, with an amax for each row; 128 quantizes x to MXFP8, as the weight is.
+# quantizes x to FP8 tokens, with an amax for each row; 128 quantizes x to MXFP8, for a weight in MXFP8 or
+# MXFP4.
 NOT_QUANTIZED, ROW, TENSOR, FP8_ROW, MXFP8 = 0, 1, 2, 3, 128
 _OPTIONS = 4  # the options of the cast lie above the bits of the scaling; InputCast of cpp/torch reads them
 _FAST_ERROR, _WITH_256, _PER_TOKEN = 16, 32, 64

@@ -73,8 +73,18 @@ class LinearCall(NamedTuple):
 
     @property
     def is_mxfp8(self) -> bool:
-        """Whether x becomes MXFP8, as the weight is."""
+        """Whether x becomes MXFP8, beside a weight in an MX format."""
         return self.scaling == MXFP8 and self.x_amax is None
+
+    @property
+    def weight_form(self) -> _formats.BlockFormat:
+        """The format that the weight must have: NVFP4, or beside MXFP8 tokens MXFP8 or MXFP4."""
+        if not self.is_mxfp8:
+            return _formats.NVFP4
+        is_mxfp4 = isinstance(self.weight, Tensor) and (
+            _formats.format_of(self.weight, self.weight_scales) is _formats.MXFP4
+        )
+        return _formats.MXFP4 if is_mxfp4 else _formats.MXFP8
 
 
 class Shape(NamedTuple):
@@ -105,8 +115,7 @@ def checked(call: LinearCall) -> Shape:
         _checks.vector("x_amax", call.x_amax, m, x.device, "x")
     if call.x_scales is not None:
         _checks.scales("x_scales", call.x_scales, m, k, x.device, "x")
-    form = _formats.MXFP8 if call.is_mxfp8 else _formats.NVFP4
-    n = checked_weight("weight", call.weight_parts, k, x, fp8=call.is_fp8, form=form)
+    n = checked_weight("weight", call.weight_parts, k, x, fp8=call.is_fp8, form=call.weight_form)
     if call.out_dtype is not None:
         _checks.is_float_dtype("out_dtype", call.out_dtype)
         dtype = call.out_dtype
@@ -177,7 +186,7 @@ def linear(call: LinearCall) -> Tensor:
             :func:`quantize_decoded`, FP8 tokens float8_e4m3fn (..., k) as of :func:`quantize_fp8`, or with
             x_scales uint8 codes (..., k/2). The dimensions before the last one together are the m rows.
         weight: uint8 codes (n, k/2), or the bytes of a prepacked weight, (bytes,): int8 for FP8 tokens, uint8
-            for all others. With scaling 128 float8_e4m3fn values (n, k).
+            for all others. With scaling 128 MXFP8 values float8_e4m3fn (n, k), or MXFP4 codes.
         weight_scales: float8_e4m3fn (ceil128(n), ceil4(k/16)), swizzled; None if the weight is prepacked.
             With scaling 128 float8_e8m0fnu (ceil128(n), ceil4(k/32)).
         weight_amax: float32 (n,) or (1,); None with scaling 128.

@@ -6,16 +6,16 @@ Sources: the config.json and the headers of openai/gpt-oss-20b, and ``integratio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import cast
 
 import torch
 from torch import Tensor
 
-from ... import _names
+from ... import _names, _values
 from ..._checks import describe
 from ...containers.interop import MXFP4Report
-from ...containers.mxfp4 import quantize_mxfp4
+from ...containers.mxfp4 import MXFP4Tensor, quantize_mxfp4
 from ...containers.nvfp4 import NVFP4Tensor
 from ...recipe import WeightScaling
 from ...reference.mxfp4 import SCALES as SCALES_BY
@@ -29,6 +29,7 @@ __all__ = ["MXFP4", "PACKED_MXFP4"]
 
 BLOCK, CODES, SCALES = 32, "_blocks", "_scales"
 KNOWN = ("quant_method", "modules_to_not_convert")
+NAN = 0xFF  # of e8m0
 MODEL = "gpt_oss"  # how gate and up are arranged is known of this model alone
 # The activation of fp4gemm is "swiglu_oai", with these constants; the values are those of an absent key, too.
 CONSTANTS = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702}
@@ -59,6 +60,13 @@ def _operand(
     codes: Tensor, scales: Tensor, scaling: WeightScaling, report: Callable[[MXFP4Report], object]
 ) -> NVFP4Tensor:
     return NVFP4Tensor.from_mxfp4(codes, scales, scaling=scaling, inexact="round", report=report)
+
+
+def _as_is(codes: Tensor, scales: Tensor) -> MXFP4Tensor:
+    problem = _values.nan_problem(scales, NAN)
+    if problem is not None:
+        raise ValueError(f"scales: {problem}")
+    return MXFP4Tensor.from_weight(codes, scales)
 
 
 def _choose(config: Json, tensors: Mapping[str, Described]) -> set[str]:
@@ -102,7 +110,7 @@ def _pack(weight: Tensor, scale: str) -> tuple[Tensor, ...]:
     return torch.stack([codes for codes, _ in made]), torch.stack([scales for _, scales in made])
 
 
-def _config(kept: Iterable[str], layers: Sequence[str]) -> Json:
+def _config() -> Json:
     return {"modules_to_not_convert": list(NOT_CONVERTED), "quant_method": "mxfp4"}
 
 
@@ -117,6 +125,10 @@ MXFP4 = SourceFormat(
     read=_read,
     check_model=_check_model,
     operand=_operand,
+    weights="mxfp4",
+    as_is=_as_is,
+    stored=MXFP4Tensor.to_weight,
+    config=_config,
 )
 
 PACKED_MXFP4 = PackedFormat(
@@ -127,7 +139,7 @@ PACKED_MXFP4 = PackedFormat(
     stored=_stored,
     pack=_pack,
     has_layers=False,
-    config=_config,
+    config=lambda kept, layers: _config(),
     read=None,
     layer=None,
 )

@@ -1,7 +1,7 @@
 """SourceFormat: a format whose weights are not NVFP4. Stack: the experts of a layer in such a checkpoint.
 
-The weights of these formats become NVFP4 weights when they are read. They are experts that are stored as one
-tensor for each product of a layer.
+The weights of these formats become NVFP4 weights when they are read, or stay as they are for layers that hold
+such weights. They are experts that are stored as one tensor for each product of a layer.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from torch import Tensor
 
 from ... import _names
 from ...containers.interop import MXFP4Report
+from ...containers.mxfp4 import MXFP4Tensor
 from ...containers.nvfp4 import NVFP4Tensor
-from ...recipe import WeightScaling
+from ...recipe import WeightFormatName, WeightScaling
 from .base import FormatName, Json, Scheme, format_of
 
 __all__ = ["SOURCES", "SourceFormat", "SourceName", "Stack"]
@@ -70,7 +71,7 @@ class Stack(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SourceFormat:
-    """Everything about a format that is read, and becomes NVFP4.
+    """Everything about a format that is read, and becomes NVFP4 or stays as it is.
 
     A suffix follows the name of a weight in the name of a tensor.
 
@@ -88,6 +89,11 @@ class SourceFormat:
             not compute.
         operand: called with codes and scales of a matrix or of all experts, "row" or "tensor", and a function
             for a report; returns the operand, with a rounded value where NVFP4 has no equal one.
+        weights: the format of the weights as they are, a value of ``InputKind.weights``.
+        as_is: called with codes and scales of all experts; returns the operand with the same codes. It
+            raises ValueError, naming the argument, for a scale that is NaN.
+        stored: the inverse of ``as_is``.
+        config: ``quantization_config`` of a checkpoint whose other modules are in float.
     """
 
     name: SourceName
@@ -100,6 +106,10 @@ class SourceFormat:
     read: Callable[[Json, str], tuple[str, ...]]
     check_model: Callable[[Json], None]
     operand: Callable[[Tensor, Tensor, WeightScaling, Callable[[MXFP4Report], object]], NVFP4Tensor]
+    weights: WeightFormatName
+    as_is: Callable[[Tensor, Tensor], MXFP4Tensor]
+    stored: Callable[[MXFP4Tensor], tuple[Tensor, Tensor]]
+    config: Callable[[], Json]
 
     def scheme(self, config: Json, format: FormatName = "fp4gemm") -> Scheme:
         """The scheme of the NVFP4 weights in the given format; activations stay in 16 bits.

@@ -49,7 +49,8 @@ def save_pretrained(
         save_directory: as for ``model.save_pretrained``.
         format: "modelopt" and "compressed-tensors" need weights with one amax (weight_scaling="tensor"); gate
             and up, or q, k and v, may have different ones. "fp4gemm" also holds an amax for each row. None:
-            the format that the model was loaded in, "modelopt" for others.
+            the format that the model was loaded in, "modelopt" for others. It must be absent for a model
+            whose experts are MXFP4 and whose other layers are float, which is saved as GPT-OSS is.
         kwargs: passed on to ``model.save_pretrained``; not ``state_dict``, which is made from the layers.
 
     Raises:
@@ -63,6 +64,7 @@ def save_pretrained(
     from ...checkpoint.formats import FORMATS, configs_beside
     from ...nn._weight import WeightModule
     from ._quantizer import Fp4GemmQuantizer, saver
+    from ._save import source_of
 
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"model: got {_checks.describe(model)}, must be a transformers.PreTrainedModel")
@@ -70,6 +72,12 @@ def save_pretrained(
         _checks.is_one_of("format", format, tuple(FORMATS))
     if not any(isinstance(module, WeightModule) for module in model.modules()):
         raise ValueError("model: has no NVFP4 layer, must have one; fp4gemm.models.quantize_model makes them")
+    source = source_of(model)
+    if format is not None and source is not None:
+        raise ValueError(
+            f"format: got {format!r}, must be absent, since the model has {source.weights.upper()} experts, "
+            f"which are saved in the {source.name} format"
+        )
     if "state_dict" in kwargs:
         raise TypeError(
             "state_dict: must be absent, since the tensors are made from the model's NVFP4 layers"

@@ -59,7 +59,9 @@ class Fp4GemmConfig(QuantizationConfigMixin):
     layer is held in float at a time. :func:`fp4gemm.models.quantize_model` says which layers stay in float.
 
     With an NVFP4 checkpoint the options that concern the weights must be absent, since the checkpoint has
-    settled them; ``activations``, ``fuse`` and ``use_fast_accum`` are still open.
+    settled them; ``activations``, ``fuse`` and ``use_fast_accum`` are still open. With a checkpoint of
+    GPT-OSS ``activations="mxfp8-mxfp4"`` keeps the codes and scales of its MXFP4 experts, and all other
+    values make them NVFP4.
 
     Args:
         weight_scaling: "row" or "tensor", as for ``quantize_model``. None is "row" for the format "fp4gemm",
@@ -88,7 +90,9 @@ class Fp4GemmConfig(QuantizationConfigMixin):
     """
 
     scheme: Scheme | None = None  # the scheme of a checkpoint that was loaded or is being saved
-    source: SourceFormat | None = None  # the format of a checkpoint whose weights become NVFP4 ones
+    # The format of a checkpoint whose weights become NVFP4 ones or, for some activations, stay as they are.
+    source: SourceFormat | None = None
+    written: SourceFormat | None = None  # the format of SOURCES in which the model is being saved
     packed: PackedFormat | None = None  # the format of a checkpoint without NVFP4 that is loaded as it is
     rounded_gate: bool = False  # of the experts of a checkpoint
     fused: Mapping[str, int] | None = None  # how many blocks of each kind the model had fused that was saved
@@ -254,6 +258,8 @@ class Fp4GemmConfig(QuantizationConfigMixin):
 
     def to_dict(self) -> dict[str, Any]:
         """The content for config.json: that of the checkpoint, once there is one."""
+        if self.written is not None:
+            return dict(self.written.config())
         if self.scheme is not None:
             made = quantization_config(self.scheme)
             if self.activations is not None:

@@ -77,17 +77,19 @@ class Fill(NamedTuple):
 
 
 class FillStack(NamedTuple):
-    """The tensors of a format of SOURCES that fill one NVFP4 weight of the model.
+    """The tensors of a format of SOURCES that fill one weight of the model.
 
     Attributes:
         module: w13 or w2 of Experts. The rows of both have the order of its rows.
         stack: the names of the tensors.
         source: their format.
+        is_kept: whether the weight stays in that format; else it becomes NVFP4.
     """
 
     module: str
     stack: Stack
     source: SourceFormat
+    is_kept: bool
 
     @property
     def is_per_row(self) -> bool:
@@ -186,14 +188,20 @@ class Plan:
         stacks = [torch.stack(each) if fill.is_stack else each[0] for each in parts]
         return weight, stacks[0] if len(stacks) == 1 else torch.stack(stacks, -1).flatten(-2)
 
-    def _of_stack(self, fill: FillStack, tensors: Mapping[str, Tensor]) -> tuple[NVFP4Tensor, Tensor | None]:
+    def _of_stack(
+        self, fill: FillStack, tensors: Mapping[str, Tensor]
+    ) -> tuple[weights.Weight, Tensor | None]:
         one, reports = fill.stack, list[MXFP4Report]()
         missing = [name for name in one.tensors if name not in tensors]
         if missing:
             raise KeyError(f"{missing[0]}: is missing beside {one.name}")
         codes, scales = tensors[one.codes], tensors[one.scales]
+        weight: weights.Weight
         try:
-            weight = fill.source.operand(codes, scales, "row", reports.append)
+            if fill.is_kept:
+                weight = fill.source.as_is(codes, scales)
+            else:
+                weight = fill.source.operand(codes, scales, "row", reports.append)
         except ValueError as error:
             raise ValueError(f"{one.name}: {error}") from error
         elements = one.experts * one.n * one.k
@@ -296,8 +304,10 @@ def make_plan(
     return plan
 
 
-def make_plan_of_stacks(model: Any, stacks: Sequence[Stack], source: SourceFormat) -> Plan:
+def make_plan_of_stacks(model: Any, stacks: Sequence[Stack], source: SourceFormat, is_kept: bool) -> Plan:
     """Find the experts of the model for the stacks of a checkpoint; the model is still in float.
+
+    ``is_kept``: the weights stay in the format of the checkpoint; else they become NVFP4.
 
     Raises:
         ValueError: naming the experts that do not fit, and why.
@@ -316,7 +326,7 @@ def make_plan_of_stacks(model: Any, stacks: Sequence[Stack], source: SourceForma
         if owner not in found:
             problems.append(f"{members[0].name} is no weight of the model")
             continue
-        problems += _add_stacks(plan, owner, found[owner], members, source)
+        problems += _add_stacks(plan, owner, found[owner], members, source, is_kept)
     refuse(f"checkpoint: {len(problems)} experts do not fit the model", problems)
     for anchor, fill in plan.fills.items():
         if isinstance(fill, FillStack):
@@ -326,7 +336,12 @@ def make_plan_of_stacks(model: Any, stacks: Sequence[Stack], source: SourceForma
 
 
 def _add_stacks(
-    plan: Plan, name: str, module: torch.nn.Module, members: Sequence[Stack], source: SourceFormat
+    plan: Plan,
+    name: str,
+    module: torch.nn.Module,
+    members: Sequence[Stack],
+    source: SourceFormat,
+    is_kept: bool,
 ) -> list[str]:
     read = _readable_experts(module)
     if isinstance(read, str):
@@ -342,7 +357,7 @@ def _add_stacks(
             return [f"{each.name}{source.bias} is {'not wanted' if each.bias else 'missing'} for {name}"]
     plan.experts[name] = read
     for each in members:
-        fill = FillStack(f"{name}.{'w13' if each.is_first else 'w2'}", each, source)
+        fill = FillStack(f"{name}.{'w13' if each.is_first else 'w2'}", each, source, is_kept)
         plan.fills[f"{fill.module}.{ANCHOR}"] = fill
     return []
 

@@ -37,7 +37,7 @@ from ._stored import headers, packed_modules, refuse, stored_modules
 
 __all__ = ["Fp4GemmQuantizer", "saver"]
 
-BYTES_PER_ELEMENT = {"nvfp4": 9 / 16, "mxfp8": 33 / 32}  # of a weight with its block scales
+BYTES_PER_ELEMENT = {"nvfp4": 9 / 16, "mxfp8": 33 / 32, "mxfp4": 17 / 32}  # of a weight with its block scales
 logger = logging.getLogger("fp4gemm.integrations.transformers")
 
 
@@ -98,7 +98,8 @@ class Fp4GemmQuantizer(HfQuantizer):
                 stacks = config.source.stacks(headers(files))
             except ValueError as error:
                 raise ValueError(f"checkpoint: {error}") from error
-            self.plan = make_plan_of_stacks(model, stacks, config.source)
+            wanted = INPUTS[self._loaded(scheme.activations)].weights
+            self.plan = make_plan_of_stacks(model, stacks, config.source, wanted == config.source.weights)
         elif config.packed is not None:
             modules = packed_modules(headers(files), config.packed)
             self.plan = make_plan(model, modules, [], scheme.format, scheme.e4m3_max)
@@ -110,6 +111,7 @@ class Fp4GemmQuantizer(HfQuantizer):
                 f"activations: got {config.activations!r}, must be absent for a checkpoint in "
                 f"{config.packed.name}, whose weights are multiplied by such tokens alone"
             )
+        self._check_weights()
         if not scheme.groups:
             check_fast_accum(self._fast, self._loaded(scheme.activations))
         swap(model, self.plan, self._loaded, self._fast, config.rounded_gate, dtype)
@@ -124,6 +126,18 @@ class Fp4GemmQuantizer(HfQuantizer):
                 "%s of the checkpoint are not used: activations are scaled per token, by their own amax, or "
                 "stay in 16 bits, and the KV cache stays in the dtype of the model",
                 ", ".join(f"{number} {name}" for name, number in sorted(self.unused.items())),
+            )
+
+    def _check_weights(self) -> None:
+        """Raise ValueError for activations whose weights have a format that the checkpoint lacks."""
+        config = self.quantization_config
+        if config.packed is not None:
+            return
+        held = ("nvfp4",) if config.source is None else ("nvfp4", config.source.weights)
+        if INPUTS[self._first].weights not in held:
+            raise ValueError(
+                f"activations: got {self._first!r}, must be a value with weights in "
+                f"{' or '.join(each.upper() for each in held)}, which the checkpoint holds"
             )
 
     def _loaded(self, stored: Stored) -> LayerActivations:

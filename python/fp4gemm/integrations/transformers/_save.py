@@ -12,7 +12,16 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 
 from ... import _names, nn
-from ...checkpoint.formats import FORMATS, FormatName, Group, Scheme, StoredWeight
+from ...checkpoint.formats import (
+    FORMATS,
+    SOURCES,
+    FormatName,
+    Group,
+    Scheme,
+    SourceFormat,
+    StoredWeight,
+)
+from ...containers.mxfp4 import MXFP4Tensor
 from ...containers.nvfp4 import NVFP4Tensor
 from ...models import moe
 from ...models.fuse import fused
@@ -25,7 +34,7 @@ from ...nn.merged import MergedLinear, Part, rows_of
 from ...recipe import INPUTS, LayerActivations, StoredActivations
 from ._config import Fp4GemmConfig
 
-__all__ = ["state_dict"]
+__all__ = ["source_of", "state_dict"]
 
 # What to do about layers that differ. On compute capability 9.0 "auto" makes such layers where the k of some
 # is no multiple of 64; their weights are those of "a16".
@@ -40,7 +49,9 @@ Weight = tuple[str, weights.Weight, "Tensor | None", LayerActivations]
 
 
 def state_dict(model: Any, config: Fp4GemmConfig) -> dict[str, Tensor]:
-    """The tensors of the checkpoint, those of NVFP4 weights in CPU memory; the config then describes them.
+    """The tensors of the checkpoint, quantized weights in CPU memory; the config then describes them.
+
+    A model whose quantized weights are MXFP4 experts is in the format of GPT-OSS, all others in an NVFP4 one.
 
     Names are those of the model; for experts, one by one, ``experts.3.gate_proj`` and so on.
     ``model.save_pretrained`` turns them into those of the checkpoint.
@@ -48,19 +59,15 @@ def state_dict(model: Any, config: Fp4GemmConfig) -> dict[str, Tensor]:
     Raises:
         ValueError: naming the layer that the format cannot hold, and what to do.
     """
+    source = source_of(model)
+    config.written = source
+    if source is not None:
+        return _in_source(model, source)
     format: FormatName = config.format or "modelopt"
     activations, e4m3_max, use_fast_accum, rounded_gate = _agreed(model, format)
     kinds: dict[str, LayerActivations] = {}
-    state: dict[str, Tensor] = {}
+    state = _of_others(model)
     about, scaling = FORMATS[format], "tensor"
-    inner = _inner(model)
-    for path, module in model.named_modules():
-        if path not in inner:
-            own: dict[str, Tensor] = {}
-            is_offloaded = any(t.is_meta for t in module.parameters(recurse=False))
-            with materialized(module):
-                module._save_to_state_dict(own, f"{path}." if path else "", False)
-                state |= {name: t.to("cpu", copy=True) for name, t in own.items()} if is_offloaded else own
     for name, weight, bias, kind in _weights(model):
         kinds[name] = kind
         stored = _stored(name, cast(NVFP4Tensor, weight), format)  # the only ones, by _agreed
@@ -79,6 +86,58 @@ def state_dict(model: Any, config: Fp4GemmConfig) -> dict[str, Tensor]:
         **_targets(model, activations, kinds),
     )
     config.describe(activations, fused(model), use_fast_accum, rounded_gate)
+    return state
+
+
+def _of_others(model: Any) -> dict[str, Tensor]:
+    """The tensors of all modules but those that are stored as quantized weights."""
+    state: dict[str, Tensor] = {}
+    inner = _inner(model)
+    for path, module in model.named_modules():
+        if path not in inner:
+            own: dict[str, Tensor] = {}
+            is_offloaded = any(t.is_meta for t in module.parameters(recurse=False))
+            with materialized(module):
+                module._save_to_state_dict(own, f"{path}." if path else "", False)
+                state |= {name: t.to("cpu", copy=True) for name, t in own.items()} if is_offloaded else own
+    return state
+
+
+def source_of(model: Any) -> SourceFormat | None:
+    """The format of SOURCES that holds the quantized weights of the model, which are experts in it alone."""
+    held = [module for module in model.modules() if isinstance(module, WeightModule)]
+    found = (
+        source
+        for source in SOURCES.values()
+        if held and all(each.format_name == source.weights and each.num_matrices for each in held)
+    )
+    return next(found, None)
+
+
+def _in_source(model: Any, source: SourceFormat) -> dict[str, Tensor]:
+    """The tensors of a checkpoint in a format of SOURCES, with the codes and scales of the layers.
+
+    Raises:
+        ValueError: the format does not hold such a model. RuntimeError: a layer has no weight yet.
+    """
+    source.check_model(model.config.to_dict())
+    state = _of_others(model)
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.Experts):
+            continue
+        if module.float_layout != "interleaved":
+            raise ValueError(
+                f"{name}: gate and up were {module.float_layout} in the float model, must alternate in the "
+                f"{source.name} format"
+            )
+        for child, stack in ((_names.STACKED.gate_up, module.w13), (_names.STACKED.down, module.w2)):
+            with materialized(stack):
+                stack._require_weight()
+                codes, scales = source.stored(cast(MXFP4Tensor, stack.weight))
+                parts = {source.codes: codes, source.scales: scales}
+                if stack.bias is not None:
+                    parts[source.bias] = _bias(stack.bias, stack.dtype)
+                state |= {f"{name}.{child}{end}": t.to("cpu", copy=True) for end, t in parts.items()}
     return state
 
 

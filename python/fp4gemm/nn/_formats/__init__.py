@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from ... import _checks, _formats
+from ...containers.mxfp4 import MXFP4Tensor
 from ...containers.mxfp8 import MXFP8Tensor
 from ...containers.nvfp4 import NVFP4Tensor
 from ...ops.parts import OperandParts
 from .base import AMAX, BOUND, CODES, FORMATS, SCALES, FormatName, WeightFormat, interleaved
+from .mxfp4 import MXFP4
 from .mxfp8 import MXFP8
 from .nvfp4 import NVFP4
 
@@ -24,8 +26,8 @@ __all__ = [
     "interleaved",
 ]
 
-FORMATS |= {each.name: each for each in (NVFP4, MXFP8)}
-Weight = NVFP4Tensor | MXFP8Tensor  # the containers that are weights of layers
+FORMATS |= {each.name: each for each in (NVFP4, MXFP8, MXFP4)}
+Weight = NVFP4Tensor | MXFP8Tensor | MXFP4Tensor  # the containers that are weights of layers
 
 
 def format_of(weight: object, name: str = "weight") -> WeightFormat:
@@ -39,7 +41,4 @@ def format_of(weight: object, name: str = "weight") -> WeightFormat:
 
 def format_of_parts(w: OperandParts) -> WeightFormat:
     """The format of the parts of a weight; prepacked bytes are NVFP4."""
-    name = "nvfp4" if w.rows else _formats.format_of(w.data, w.scales).name
-    if name == "mxfp4":
-        raise TypeError("weight: is MXFP4, must be NVFP4 or MXFP8 (NVFP4Tensor.from_mxfp4 makes it NVFP4)")
-    return FORMATS[name]
+    return FORMATS["nvfp4" if w.rows else _formats.format_of(w.data, w.scales).name]

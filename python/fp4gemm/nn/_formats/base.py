@@ -14,7 +14,7 @@ from ...recipe import Quantizer, WeightScaling
 
 __all__ = ["AMAX", "BOUND", "CODES", "FORMATS", "SCALES", "FormatName", "WeightFormat", "interleaved"]
 
-FormatName = Literal["nvfp4", "mxfp8"]
+FormatName = Literal["nvfp4", "mxfp8", "mxfp4"]
 # The names of the buffers.
 CODES, SCALES, AMAX = "weight_codes", "weight_scales", "weight_amax"
 BOUND = "weight_e4m3_max"  # int32 (1,): 448 or 256; 448 where a checkpoint does not have it
