@@ -50,15 +50,16 @@ struct GroupExtent {
 template <class Collectives, class Op>
 struct GroupTable {
   using Shape = cute::Shape<int, int, int>;
-  using Element = typename Collectives::Operands::ElementData;
+  using ElementA = typename Collectives::Operands::ElementA;
+  using ElementB = typename Collectives::Operands::ElementB;
   using StrideA = typename Collectives::Kernel::InternalStrideA;
   using StrideB = typename Collectives::Kernel::InternalStrideB;
   using StrideD = typename Collectives::Kernel::InternalStrideD;
   using Stored = typename Op::ElementOutput;
 
   Shape* shapes;
-  Element const** a;
-  Element const** b;
+  ElementA const** a;
+  ElementB const** b;
   StrideA* stride_a;
   StrideB* stride_b;
   typename Collectives::Operands::ScaleTable scales;
@@ -98,11 +99,18 @@ struct GroupTable {
   CUTLASS_DEVICE void set(int g, GroupedArguments<Op> const& args, GroupExtent const& group) const {
     // The first operand of a swapped kernel is B.
     constexpr bool kSwapped = Op::kSwapped;
-    Element const* const rows = offset(args.a, group.a_elems);
-    Element const* const cols = offset(args.b, group.b_elems);
+    static_assert(!kSwapped || cute::is_same_v<ElementA, ElementB>,
+                  "operands that are swapped must have one format");
+    auto const* const rows = offset<ElementA>(args.a, group.a_elems);
+    auto const* const cols = offset<ElementB>(args.b, group.b_elems);
     shapes[g] = kSwapped ? Shape{group.n, group.m, group.k} : Shape{group.m, group.n, group.k};
-    a[g] = kSwapped ? cols : rows;
-    b[g] = kSwapped ? rows : cols;
+    if constexpr (kSwapped) {
+      a[g] = cols;
+      b[g] = rows;
+    } else {
+      a[g] = rows;
+      b[g] = cols;
+    }
     cute::get<0>(stride_a[g]) = args.k;
     cute::get<0>(stride_b[g]) = args.k;
     auto const* const scale_rows = static_cast<uint8_t const*>(args.scale_a) + group.scale_a_bytes;
@@ -124,6 +132,7 @@ struct GroupTable {
   }
 
  private:
+  template <class Element>
   static CUTLASS_DEVICE Element const* offset(void const* data, int64_t elems) {
     auto const* const bytes = static_cast<uint8_t const*>(data);
     return reinterpret_cast<Element const*>(bytes + elems * cutlass::sizeof_bits<Element>::value / 8);

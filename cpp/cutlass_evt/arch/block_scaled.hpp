@@ -10,7 +10,8 @@ namespace cutlass_evt {
 /// Mainloop is the CUTLASS mainloop of the kernel.
 template <class Mainloop>
 struct BlockScaledOperands {
-  using ElementData = typename Mainloop::ArrayElementA;
+  using ElementA = typename Mainloop::ArrayElementA;
+  using ElementB = typename Mainloop::ArrayElementB;
   using Scale = typename Mainloop::ElementSF;
   using Config = typename Mainloop::Sm1xxBlkScaledConfig;
   static constexpr int kBlock = Config::SFVecSize;  // elements of a row that share a scale
@@ -19,8 +20,8 @@ struct BlockScaledOperands {
   static typename Mainloop::Arguments mainloop_arguments(void const* a, void const* scale_a, void const* b,
                                                          void const* scale_b, int m, int n, int k) {
     auto shape = cute::make_shape(m, n, k, 1);
-    return {static_cast<ElementData const*>(a), {k, {}, {}},
-            static_cast<ElementData const*>(b), {k, {}, {}},
+    return {static_cast<ElementA const*>(a),    {k, {}, {}},
+            static_cast<ElementB const*>(b),    {k, {}, {}},
             static_cast<Scale const*>(scale_a), Config::tile_atom_to_shape_SFA(shape),
             static_cast<Scale const*>(scale_b), Config::tile_atom_to_shape_SFB(shape)};
   }

@@ -27,9 +27,6 @@ struct Sm100With {
   static constexpr int kArch = 100;
   static constexpr int kMaxSharedBytes = 232448;
 
-  using Element = typename Format::Element;
-  static constexpr int kOperandAlignment = Format::kAlignment;
-
   // A tile of m = 256 is computed by the two SMs of a CTA pair.
   template <class Tile>
   static constexpr bool kTwoSm = cute::size<0>(Tile{}) == 256;
@@ -71,8 +68,8 @@ struct Sm100With {
     // and can arrive at one stage too many. The larger carve-out leaves room for them.
     static constexpr int kCarveout = static_cast<int>(sizeof(typename Epilogue::SharedStorage)) + 1024;
     using Mainloop = typename cutlass::gemm::collective::CollectiveBuilder<
-        cutlass::arch::Sm100, cutlass::arch::OpClassBlockScaledTensorOp, Element, LayoutA, kOperandAlignment,
-        Element, LayoutB, kOperandAlignment, float, Tile, Cluster,
+        cutlass::arch::Sm100, cutlass::arch::OpClassBlockScaledTensorOp, typename Format::ElementA, LayoutA,
+        Format::kAlignmentA, typename Format::ElementB, LayoutB, Format::kAlignmentB, float, Tile, Cluster,
         cutlass::gemm::collective::StageCountAutoCarveout<kCarveout>,
         typename Format::template Sm100Schedule<kGrouped, kTwoSm<Tile>>>::CollectiveOp;
 

@@ -28,9 +28,6 @@ struct Sm120With {
   static constexpr int kArch = 120;
   static constexpr int kMaxSharedBytes = 101376;
 
-  using Element = typename Format::Element;
-  static constexpr int kOperandAlignment = Format::kAlignment;
-
   // Two consumer warpgroups share a tile (cooperative). The other schedule, pingpong, lacks a fence in
   // CUTLASS before 4.4.
   template <bool kGrouped>
@@ -64,8 +61,8 @@ struct Sm120With {
     // and can arrive at one stage too many. The larger carve-out leaves room for them.
     static constexpr int kCarveout = static_cast<int>(sizeof(typename Epilogue::SharedStorage)) + 1024;
     using Mainloop = typename cutlass::gemm::collective::CollectiveBuilder<
-        cutlass::arch::Sm120, cutlass::arch::OpClassBlockScaledTensorOp, Element, LayoutA, kOperandAlignment,
-        Element, LayoutB, kOperandAlignment, float, Tile, Cluster,
+        cutlass::arch::Sm120, cutlass::arch::OpClassBlockScaledTensorOp, typename Format::ElementA, LayoutA,
+        Format::kAlignmentA, typename Format::ElementB, LayoutB, Format::kAlignmentB, float, Tile, Cluster,
         cutlass::gemm::collective::StageCountAutoCarveout<kCarveout>,
         MainloopSchedule<kGrouped>>::CollectiveOp;
 

@@ -10,8 +10,10 @@ namespace cutlass_evt {
 
 /// The members are those of Nvfp4 (operands/nvfp4.hpp).
 struct Mxfp4 {
-  using Element = cutlass::mx_float4_t<cutlass::float_e2m1_t>;
-  static constexpr int kAlignment = 32;
+  using ElementA = cutlass::mx_float4_t<cutlass::float_e2m1_t>;
+  using ElementB = ElementA;
+  static constexpr int kAlignmentA = 32;
+  static constexpr int kAlignmentB = kAlignmentA;
 
   template <bool kGrouped, bool kTwoSm>
   using Sm100Schedule = cute::conditional_t<

@@ -10,8 +10,10 @@ namespace cutlass_evt {
 
 /// The members are those of Nvfp4 (operands/nvfp4.hpp).
 struct Mxfp8 {
-  using Element = cutlass::mx_float8_t<cutlass::float_e4m3_t>;
-  static constexpr int kAlignment = 16;
+  using ElementA = cutlass::mx_float8_t<cutlass::float_e4m3_t>;
+  using ElementB = ElementA;
+  static constexpr int kAlignmentA = 16;
+  static constexpr int kAlignmentB = kAlignmentA;
 
   template <bool kGrouped, bool kTwoSm>
   using Sm100Schedule = cute::conditional_t<

@@ -8,14 +8,16 @@
 namespace cutlass_evt {
 
 /// A format of operands. Its members:
-///   Element        CUTLASS's name of the values with their scales
-///   kAlignment     elements in 16 bytes, on which rows begin
-///   Sm100Schedule  CUTLASS's mainloop schedule on SM100, by whether a kernel is grouped and whether two SMs
-///                  share a tile
+///   ElementA, ElementB        CUTLASS's names of the values of A and of B with their scales
+///   kAlignmentA, kAlignmentB  elements in 16 bytes, on which rows begin; more where TMA wants more
+///   Sm100Schedule             CUTLASS's mainloop schedule on SM100, by whether a kernel is grouped and
+///                             whether two SMs share a tile
 /// The number of elements that share a scale follows from the mainloop (BlockScaledOperands).
 struct Nvfp4 {
-  using Element = cutlass::nv_float4_t<cutlass::float_e2m1_t>;
-  static constexpr int kAlignment = 32;
+  using ElementA = cutlass::nv_float4_t<cutlass::float_e2m1_t>;
+  using ElementB = ElementA;
+  static constexpr int kAlignmentA = 32;
+  static constexpr int kAlignmentB = kAlignmentA;
 
   template <bool kGrouped, bool kTwoSm>
   using Sm100Schedule = cute::conditional_t<
