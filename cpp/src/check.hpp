@@ -22,14 +22,15 @@ constexpr bool multiplies_mx(fp4gemm_format_t a, fp4gemm_format_t b) {
 
 /// The limits and alignments, for the checks and their messages.
 struct Rules {
-  static constexpr int kPointerBytes = 16;     // of every matrix and scale buffer
-  static constexpr int kRowBytes = 16;         // rows of x and D start on such boundaries
-  static constexpr int kQuantizeK = 16;        // k of a quantized tensor: a multiple of a block
-  static constexpr int kGemmK = 32;            // k of a GEMM: a row of codes is a multiple of 16 bytes
-  static constexpr int kMxK = 32;              // k of an MX tensor: a multiple of a block
-  static constexpr int kFp8K = 64;             // k of FP8 tokens, which are reordered within 64 elements
-  static constexpr int64_t kMaxNormK = 65536;  // a CTA keeps a normalised row in registers
-  static constexpr int kWorkspaceBytes = 256;  // alignment of a workspace
+  static constexpr int kPointerBytes = 16;      // of every matrix and scale buffer
+  static constexpr int kRowBytes = 16;          // rows of x and D start on such boundaries
+  static constexpr int kQuantizeK = 16;         // k of a quantized tensor: a multiple of a block
+  static constexpr int kGemmK = 32;             // k of a GEMM: a row of codes is a multiple of 16 bytes
+  static constexpr int kMxK = 32;               // k of an MX tensor: a multiple of a block
+  static constexpr int kFp8K = 64;              // k of FP8 tokens, which are reordered within 64 elements
+  static constexpr int kResidualChannels = 32;  // their number: k of a GEMM stays a multiple of kGemmK
+  static constexpr int64_t kMaxNormK = 65536;   // a CTA keeps a normalised row in registers
+  static constexpr int kWorkspaceBytes = 256;   // alignment of a workspace
   static constexpr int64_t kMaxSize = INT32_MAX;
   static constexpr int64_t kMaxK = int64_t{1} << 30;  // kernels count beyond the end of k in 32 bits
   static constexpr int64_t kMaxElements = int64_t{1}

@@ -252,7 +252,8 @@ void plan_a(GemmArgs const& args, int device, GemmPlan* plan) {
 }  // namespace
 
 bool is_default(fp4gemm_cast_t const& cast) {
-  return cast.encode == FP4GEMM_ENCODE_TE && cast.four_over_six == FP4GEMM_FOUR_OVER_SIX_NONE;
+  return cast.encode == FP4GEMM_ENCODE_TE && cast.four_over_six == FP4GEMM_FOUR_OVER_SIX_NONE &&
+         cast.num_residual_channels == 0;
 }
 
 fp4gemm_status_t check_cast(char const* prefix, fp4gemm_cast_t const& cast, fp4gemm_quantize_a_t quantize_a,
@@ -277,7 +278,9 @@ fp4gemm_status_t check_cast(char const* prefix, fp4gemm_cast_t const& cast, fp4g
   FP4GEMM_CHECK(quantize_a == FP4GEMM_QUANTIZE_A_ROW || quantize_a == FP4GEMM_QUANTIZE_A_TENSOR,
                 "quantize_a: is %d, must be FP4GEMM_QUANTIZE_A_ROW or FP4GEMM_QUANTIZE_A_TENSOR with a cast",
                 static_cast<int>(quantize_a));
-  FP4GEMM_CHECK(!gathers, "a_rows: is given, must be null with %sencode or %sfour_over_six", prefix, prefix);
+  FP4GEMM_CHECK(!gathers,
+                "a_rows: is given, must be null with %sencode, %sfour_over_six or %sresidual_channels",
+                prefix, prefix, prefix);
   return FP4GEMM_SUCCESS;
 }
 
@@ -325,7 +328,9 @@ fp4gemm_status_t quantize_a(GemmArgs const& args, GemmPlan const& plan, char* wo
                             fp4gemm_stream_t stream) {
   fp4gemm_quantize_args_t quantize = FP4GEMM_QUANTIZE_ARGS_INIT;
   quantize.m = args.m;
-  quantize.k = args.k;
+  quantize.k = columns_of_a(args);
+  quantize.residual_channels = plan.cast.residual_channels;
+  quantize.num_residual_channels = plan.cast.num_residual_channels;
   quantize.x = args.a.data;
   quantize.x_row_stride = a_row_stride(args);
   quantize.x_dtype = a_dtype(args);
@@ -457,39 +462,54 @@ fp4gemm_status_t launch_gemm(GemmArgs const& args, GemmPlan const& plan, void* w
 
 namespace {
 
-/// Sets the cast of a plan, which must be valid for these arguments.
-fp4gemm_status_t set_cast(GemmArgs const& args, fp4gemm_cast_t const* cast, GemmPlan* plan) {
+/// Sets the residual channels of the arguments to those of the cast, whose number must be valid for them.
+fp4gemm_status_t set_residual_channels(fp4gemm_cast_t const* cast, GemmArgs* args) {
   FP4GEMM_CHECK(cast != nullptr, "cast: is null, must point at the options");
-  plan->cast = *cast;
-  return check_cast("cast.", *cast, args.quantize_a, args.a_rows != nullptr);
+  int const count = cast->num_residual_channels;
+  FP4GEMM_CHECK(count >= 0 && count % Rules::kResidualChannels == 0 && count <= args->k - count,
+                "cast.num_residual_channels: is %d, must be a multiple of %d and at most half of k, %lld",
+                count, Rules::kResidualChannels, ll(args->k));
+  FP4GEMM_CHECK(count == 0 || !is_grouped(*args),
+                "cast.num_residual_channels: is %d, must be 0 in a grouped GEMM", count);
+  args->num_residual_channels = count;
+  return FP4GEMM_SUCCESS;
 }
 
-/// Checks the arguments without pointers, and makes the plan of the call.
-fp4gemm_status_t plan_call(GemmArgs const& args, fp4gemm_cast_t const* cast, int device, GemmPlan* plan) {
-  FP4GEMM_TRY(check_gemm_problem(args));
-  FP4GEMM_TRY(set_cast(args, cast, plan));
-  return plan_gemm(args, device, plan);
+/// Sets the cast of a plan, which must be valid for these arguments.
+fp4gemm_status_t set_cast(GemmArgs const& args, fp4gemm_cast_t const& cast, GemmPlan* plan) {
+  plan->cast = cast;
+  return check_cast("cast.", cast, args.quantize_a, args.a_rows != nullptr);
+}
+
+/// Checks the arguments without pointers, and makes the plan of the call. Sets their residual channels.
+fp4gemm_status_t plan_call(GemmArgs* args, fp4gemm_cast_t const* cast, int device, GemmPlan* plan) {
+  FP4GEMM_TRY(set_residual_channels(cast, args));
+  FP4GEMM_TRY(check_gemm_problem(*args));
+  FP4GEMM_TRY(set_cast(*args, *cast, plan));
+  return plan_gemm(*args, device, plan);
 }
 
 /// The query of the workspace. It makes the plan of the call, without pointers, which the checks therefore
 /// leave out.
-fp4gemm_status_t workspace_bytes(GemmArgs const& args, fp4gemm_cast_t const* cast, int device,
-                                 size_t* bytes) {
+fp4gemm_status_t workspace_bytes(GemmArgs args, fp4gemm_cast_t const* cast, int device, size_t* bytes) {
   FP4GEMM_CHECK(bytes != nullptr, "bytes: is null, must point at the result");
   GemmPlan plan;
-  FP4GEMM_TRY(plan_call(args, cast, device, &plan));
+  FP4GEMM_TRY(plan_call(&args, cast, device, &plan));
   *bytes = plan.total_bytes;
   return FP4GEMM_SUCCESS;
 }
 
 /// The GEMM: all checks that need no kernel, the plan, the conversions, the kernel. What a kernel refuses
 /// itself it refuses after the conversions, which write to the workspace alone.
-fp4gemm_status_t run(GemmArgs const& args, fp4gemm_cast_t const* cast, void* workspace,
-                     size_t workspace_bytes, int device, fp4gemm_stream_t stream) {
+fp4gemm_status_t run(GemmArgs args, fp4gemm_cast_t const* cast, void* workspace, size_t workspace_bytes,
+                     int device, fp4gemm_stream_t stream) {
+  FP4GEMM_TRY(set_residual_channels(cast, &args));
   FP4GEMM_TRY(check_gemm_problem(args));
   FP4GEMM_TRY(check_gemm_pointers(args));
+  FP4GEMM_TRY(check_buffer("cast.residual_channels", cast->residual_channels, cast->num_residual_channels,
+                           sizeof(int32_t)));
   GemmPlan plan;
-  FP4GEMM_TRY(set_cast(args, cast, &plan));
+  FP4GEMM_TRY(set_cast(args, *cast, &plan));
   FP4GEMM_TRY(plan_gemm(args, device, &plan));
   if (plan.kernel == nullptr) {
     return FP4GEMM_SUCCESS;
@@ -508,7 +528,7 @@ fp4gemm_status_t plan_generated(fp4gemm_gemm_args_t const* args, fp4gemm_generat
   *call = GemmArgs(*args, generated);
   // No cast changes the kernel, but for its format of A, which quantize_a says.
   fp4gemm_cast_t const cast = FP4GEMM_CAST_INIT;
-  return plan_call(*call, &cast, device, plan);
+  return plan_call(call, &cast, device, plan);
 }
 
 fp4gemm_status_t write_source(Architecture const& arch, fp4gemm_kernel_info_t const& kernel,

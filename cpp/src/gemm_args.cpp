@@ -117,9 +117,9 @@ fp4gemm_status_t check_quantization(GemmArgs const& args) {
   FP4GEMM_CHECK(!is_ragged_k(args),
                 "quantize_a: is %d, must be FP4GEMM_QUANTIZE_A_NONE for groups that are ragged in k",
                 static_cast<int>(args.quantize_a));
-  return args.a_row_stride == 0
-             ? FP4GEMM_SUCCESS
-             : check_row_stride("a_row_stride", args.a_row_stride, args.k, dtype_bytes(a_dtype(args)));
+  return args.a_row_stride == 0 ? FP4GEMM_SUCCESS
+                                : check_row_stride("a_row_stride", args.a_row_stride, columns_of_a(args),
+                                                   dtype_bytes(a_dtype(args)));
 }
 
 /// Checks the fields that make a GEMM dense or grouped.
@@ -508,7 +508,7 @@ fp4gemm_status_t check_gemm_pointers(GemmArgs const& args) {
   int const bytes = dtype_bytes(args.out_dtype);
   int64_t const out_elems = num_d(args) * args.m * columns_of_d(args);
   int64_t const rows_of_a = args.a_rows == nullptr ? args.m : args.a_num_rows;
-  FP4GEMM_TRY(check_operand("a", "scale_a", args.a, rows_of_a * args.k));
+  FP4GEMM_TRY(check_operand("a", "scale_a", args.a, rows_of_a * columns_of_a(args)));
   FP4GEMM_TRY(check_operand("b", "scale_b", args.b, num_b(args) * args.n * args.k));
   FP4GEMM_TRY(check_buffer("a_rows", args.a_rows, 0, sizeof(int32_t)));
   FP4GEMM_CHECK(!quantizes_a(args) || args.alpha_row.data == nullptr,

@@ -11,6 +11,7 @@ namespace fp4gemm {
 /// The arguments of a GEMM, with the formula that is compiled at run time if it has one.
 struct GemmArgs : fp4gemm_gemm_args_t {
   fp4gemm_generated_t const* generated = nullptr;
+  int num_residual_channels = 0;  // columns of A that its quantization appends
 
   GemmArgs() = default;
   GemmArgs(fp4gemm_gemm_args_t const& args, fp4gemm_generated_t const* of = nullptr)
@@ -35,8 +36,10 @@ inline bool quantizes_a_to_fp8(GemmArgs const& args) { return args.quantize_a ==
 inline bool multiplies_fp8(GemmArgs const& args) {
   return quantizes_a_to_fp8(args) || args.a.format == FP4GEMM_FORMAT_E4M3;
 }
+/// The columns of A before it is quantized.
+inline int64_t columns_of_a(GemmArgs const& args) { return args.k - args.num_residual_channels; }
 inline int64_t a_row_stride(GemmArgs const& args) {
-  return args.a_row_stride > 0 ? args.a_row_stride : args.k;
+  return args.a_row_stride > 0 ? args.a_row_stride : columns_of_a(args);
 }
 inline char const* activation_name(GemmArgs const& args) { return activation_info(args.activation)->name; }
 

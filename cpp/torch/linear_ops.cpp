@@ -98,13 +98,13 @@ Tensor linear(Tensor const& x, Tensor const& weight, std::optional<Tensor> weigh
               int64_t weight_e4m3_max, int64_t scaling, int64_t activation, std::optional<Tensor> c,
               double beta, std::optional<Tensor> x_scales, std::optional<Tensor> x_amax, int64_t x_e4m3_max,
               bool batch_invariant, bool use_fast_accum, std::optional<std::string> kernel,
-              std::optional<ScalarType> out_dtype) {
+              std::optional<ScalarType> out_dtype, std::optional<Tensor> residual_channels) {
   STD_TORCH_CHECK(x.is_cuda(), "x: must be on a CUDA device like weight");
   int32_t const device = x.get_device_index();
   bool const is_quantized = x_amax.has_value();  // before this call
   STD_TORCH_CHECK(x_e4m3_max == 448 || x_e4m3_max == 256, "x_e4m3_max: is ", x_e4m3_max,
                   ", must be 448 or 256");
-  InputCast const input(scaling);
+  InputCast input(scaling);
   bool const mxfp8 = input.is_mxfp8 && !is_quantized;
   // Beside MXFP8 tokens the weight is MXFP8, or codes with scales in e8m0, which packed_operand checks.
   bool const mxfp4_weight = mxfp8 && weight.scalar_type() == ScalarType::Byte && weight_scales.has_value() &&
@@ -128,6 +128,18 @@ Tensor linear(Tensor const& x, Tensor const& weight, std::optional<Tensor> weigh
   Rows const rows = rows_of("x", x, !quantizes);
   args.m = rows.rows;
   args.k = rows.columns * (x_scales.has_value() ? 2 : 1);
+  if (residual_channels.has_value()) {
+    STD_TORCH_CHECK(args.quantize_a == FP4GEMM_QUANTIZE_A_ROW || args.quantize_a == FP4GEMM_QUANTIZE_A_TENSOR,
+                    "residual_channels: must be None unless x is quantized to NVFP4 (scaling 1 or 2)");
+    check_dims("residual_channels", *residual_channels, 1);
+    check_contiguous("residual_channels", *residual_channels, ScalarType::Int, device);
+    int64_t const count = residual_channels->size(0);
+    STD_TORCH_CHECK(count > 0 && count <= args.k, "residual_channels: has ", count,
+                    " elements, must have 32 or more, and at most ", args.k);
+    input.cast.num_residual_channels = static_cast<int>(count);
+    input.cast.residual_channels = static_cast<int32_t const*>(residual_channels->const_data_ptr());
+    args.k += count;
+  }
   std::optional<std::tuple<Tensor, Tensor>> mxfp8_x;  // values and scales
   if (mxfp8) {
     mxfp8_x = mxfp8_quantize(torch::stable::view(rows.tensor, {args.m, args.k}), -1,

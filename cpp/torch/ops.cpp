@@ -16,13 +16,14 @@
 STABLE_TORCH_LIBRARY(fp4gemm, m) {
 #define FP4GEMM_CAST_SCHEMA FP4GEMM_CAST_OPTIONS(FP4GEMM_AS_SCHEMA)
   m.def("quantize(Tensor x, Tensor? amax, bool per_row, int axis=-1, int block_rows=1" FP4GEMM_CAST_SCHEMA
-        ", Tensor? offs=None, Tensor? rows=None) -> (Tensor, Tensor, Tensor)");
+        ", Tensor? offs=None, Tensor? rows=None, Tensor? residual_channels=None) -> (Tensor, Tensor, "
+        "Tensor)");
   m.def(
       "quantize_both(Tensor x, Tensor? amax, Tensor? amax_t, bool per_row, "
       "int block_rows=1" FP4GEMM_CAST_SCHEMA
       ", Tensor? offs=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
   m.def("quantize_decoded(Tensor x, Tensor? amax, bool per_row, int axis=-1" FP4GEMM_CAST_SCHEMA
-        ", Tensor? offs=None, Tensor? rows=None) -> (Tensor, Tensor)");
+        ", Tensor? offs=None, Tensor? rows=None, Tensor? residual_channels=None) -> (Tensor, Tensor)");
   m.def(
       "quantize_stack(Tensor x, Tensor? amax, bool rows, bool columns, bool per_row=False, "
       "int block_rows=16" FP4GEMM_CAST_SCHEMA ") -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
@@ -124,7 +125,7 @@ STABLE_TORCH_LIBRARY(fp4gemm, m) {
       "int weight_rows=0, int weight_e4m3_max=448, int scaling=1, int activation=0, Tensor? c=None, "
       "float beta=1.0, Tensor? x_scales=None, Tensor? x_amax=None, int x_e4m3_max=448, "
       "bool batch_invariant=False, bool use_fast_accum=False, str? kernel_name=None, "
-      "ScalarType? out_dtype=None) -> Tensor");
+      "ScalarType? out_dtype=None, Tensor? residual_channels=None) -> Tensor");
   m.def(
       "train_forward(Tensor x, int[] cast, int[] cast_t, bool decoded, Tensor? rng_state, Tensor w, "
       "Tensor? w_scales, Tensor w_amax, int w_rows, int w_e4m3_max, Tensor? bias=None) -> "

@@ -5,6 +5,8 @@
 // along k, and rounding to nearest, and those of four_over_six.py beside it.
 #include "quantize_cpu.hpp"
 
+#include <vector>
+
 namespace {
 
 using namespace fp4gemm::cpu;
@@ -125,6 +127,52 @@ void choose_four_or_six(float const* x, float const* amax, int blocks, Outer out
   }
 }
 
+/// How the elements of a row become codes and scales.
+struct Options {
+  int four_over_six;
+  bool fast;
+  int e4m3_max;
+};
+
+/// Quantizes `blocks` blocks at x into `chosen`; `other` is scratch memory.
+inline void quantize_chunk(float const* x, int blocks, Outer const& outer, Options const& options,
+                           Chunk& chosen, Chunk& other) {
+  float block_amax[kChunkBlocks];
+  block_amaxes(x, blocks, block_amax);
+  if (options.four_over_six != 0) {
+    choose_four_or_six(x, block_amax, blocks, outer, options.four_over_six == 2, options.fast, chosen, other);
+  } else {
+    encode_scales(block_amax, blocks, outer.encode, chosen.scales, chosen.values, chosen.factors);
+    encode_elements(x, chosen.factors, blocks, chosen.nibbles);
+  }
+}
+
+/// The errors of the elements of one row that residual channels name, as they are quantized.
+class Errors {
+ public:
+  Errors(int32_t const* channels, int64_t count) : channels_(channels), values_(count) {}
+
+  float const* data() const { return values_.data(); }
+
+  /// Sets the errors of the channels whose elements lie in a chunk of the row, which begins at element
+  /// `begin`: x less q * ((s * A) * (1 / 6B)).
+  void find(float const* x, Chunk const& chunk, int64_t begin, int elems, Outer const& outer) {
+    float const inverse = 1.0f / outer.bound;
+    for (size_t j = 0; j < values_.size(); ++j) {
+      int64_t const i = channels_[j] - begin;
+      if (i >= 0 && i < elems) {
+        float const factor = chunk.values[i / kBlock] * outer.amax * inverse;
+        float const q = decode_e2m1(chunk.nibbles[i]);
+        values_[j] = x[i] - q * factor;
+      }
+    }
+  }
+
+ private:
+  int32_t const* channels_;
+  std::vector<float> values_;
+};
+
 }  // namespace
 
 /// row_amax[i] = the largest magnitude of row i, ignoring NaN. dtype: 0 bfloat16, 1 float16, 2 float32.
@@ -147,41 +195,47 @@ extern "C" __attribute__((visibility("default"))) int fp4gemm_torch_row_amax(voi
   });
 }
 
-/// Quantizes m rows. amax: A of row i is amax[i * amax_stride]. Either codes (m, k/2) and scales are written,
-/// or decoded, float16 (m, k). scales: swizzled, set to zero by the caller; row i of x has row scale_rows[i],
-/// or row i if scale_rows is null. four_over_six: 0 none, 1 the mean absolute, 2 the mean squared error,
-/// which is the fast one if `fast` is not 0. e4m3_max: 448 or 256. Returns 0 on success.
+/// Quantizes m rows. amax: A of row i is amax[i * amax_stride]. Either codes (m, (k + r)/2) and scales are
+/// written, or decoded, float16 (m, k + r). scales: swizzled, set to zero by the caller; row i of x has row
+/// scale_rows[i], or row i if scale_rows is null. four_over_six: 0 none, 1 the mean absolute, 2 the mean
+/// squared error, which is the fast one if `fast` is not 0. e4m3_max: 448 or 256. channels: r columns of x,
+/// whose errors are the last r columns of the result; r is a multiple of 16, or 0. Returns 0 on success.
 extern "C" __attribute__((visibility("default"))) int fp4gemm_torch_quantize_matrix(
     void const* x, int dtype, int64_t m, int64_t k, int64_t row_stride, float const* amax,
     int64_t amax_stride, uint8_t* codes, uint8_t* scales, int64_t const* scale_rows, uint16_t* decoded,
-    int four_over_six, int fast, int e4m3_max) {
+    int four_over_six, int fast, int e4m3_max, int32_t const* channels, int64_t num_channels) {
   Input const input{x, static_cast<Dtype>(dtype), m, k, row_stride};
-  int64_t const tiles_per_row = (k / kBlock + 3) / 4;
+  Options const options{four_over_six, fast != 0, e4m3_max};
+  int64_t const columns = k + num_channels;
+  int64_t const tiles_per_row = (columns / kBlock + 3) / 4;
   return for_each_row(m, k, [&](int64_t row) {
     alignas(64) float buffer[kChunk];
-    float block_amax[kChunkBlocks];
     Chunk chosen, other;
     Outer const outer = outer_of(amax[row * amax_stride], e4m3_max);
-    for (int64_t begin = 0; begin < k; begin += kChunk) {
-      int const elems = static_cast<int>(std::min<int64_t>(kChunk, k - begin));
+    Errors errors(channels, num_channels);
+    auto const store = [&](int64_t begin, int elems) {
       int const blocks = elems / kBlock;
-      float const* chunk = input.load(row, begin, elems, buffer);
-      block_amaxes(chunk, blocks, block_amax);
-      if (four_over_six != 0) {
-        choose_four_or_six(chunk, block_amax, blocks, outer, four_over_six == 2, fast != 0, chosen, other);
-      } else {
-        encode_scales(block_amax, blocks, outer.encode, chosen.scales, chosen.values, chosen.factors);
-        encode_elements(chunk, chosen.factors, blocks, chosen.nibbles);
-      }
       if (decoded != nullptr) {
-        decode_elements(chosen.nibbles, chosen.values, blocks, decoded + row * k + begin);
-        continue;
+        decode_elements(chosen.nibbles, chosen.values, blocks, decoded + row * columns + begin);
+        return;
       }
-      pack(chosen.nibbles, elems, codes + (row * k + begin) / 2);
+      pack(chosen.nibbles, elems, codes + (row * columns + begin) / 2);
       int64_t const scale_row = scale_rows == nullptr ? row : scale_rows[row];
       for (int b = 0; b < blocks; ++b) {
         scales[scale_offset(scale_row, begin / kBlock + b, tiles_per_row)] = chosen.scales[b];
       }
+    };
+    for (int64_t begin = 0; begin < k; begin += kChunk) {
+      int const elems = static_cast<int>(std::min<int64_t>(kChunk, k - begin));
+      float const* chunk = input.load(row, begin, elems, buffer);
+      quantize_chunk(chunk, elems / kBlock, outer, options, chosen, other);
+      errors.find(chunk, chosen, begin, elems, outer);
+      store(begin, elems);
+    }
+    for (int64_t begin = 0; begin < num_channels; begin += kChunk) {
+      int const elems = static_cast<int>(std::min<int64_t>(kChunk, num_channels - begin));
+      quantize_chunk(errors.data() + begin, elems / kBlock, outer, options, chosen, other);
+      store(k + begin, elems);
     }
   });
 }

@@ -75,6 +75,19 @@ void set_rows(fp4gemm_quantize_args_t& args, std::optional<Tensor> const& rows, 
   args.x_rows = static_cast<int32_t const*>(rows->const_data_ptr());
 }
 
+/// Sets the columns of x whose errors are quantized too, if they are given.
+void set_residual_channels(fp4gemm_quantize_args_t& args, std::optional<Tensor> const& channels,
+                           int32_t device) {
+  if (!channels.has_value()) {
+    return;
+  }
+  check_dims("residual_channels", *channels, 1);
+  check_contiguous("residual_channels", *channels, ScalarType::Int, device);
+  STD_TORCH_CHECK(channels->size(0) > 0, "residual_channels: has no elements, must have 32 or more");
+  args.num_residual_channels = narrow("residual_channels: size", channels->size(0));
+  args.residual_channels = static_cast<int32_t const*>(channels->const_data_ptr());
+}
+
 /// A direction of the result, (rows, k).
 struct Direction {
   fp4gemm_quantized_t* side;
@@ -92,7 +105,7 @@ Direction direction_of(fp4gemm_quantize_args_t& args, int64_t axis) {
   bool const has_groups = args.offs != nullptr;
   int const num_groups = has_groups ? args.num_groups : 0;
   if (axis == -1) {
-    return {&args.row, args.m, args.k, {num_groups, false}};
+    return {&args.row, args.m, args.k + args.num_residual_channels, {num_groups, false}};
   }
   STD_TORCH_CHECK(has_groups || (args.m > 0 && args.m % 16 == 0), "x: m is ", args.m,
                   ", must be a positive multiple of 16 for axis 0");
@@ -114,11 +127,13 @@ fp4gemm_fp8_t fp8_of(char const* name, ScalarType type) {
 std::tuple<Tensor, Tensor, Tensor> quantize(Tensor const& x, std::optional<Tensor> amax, bool per_row,
                                             int64_t axis,
                                             int64_t block_rows FP4GEMM_CAST_OPTIONS(FP4GEMM_AS_PARAMETER),
-                                            std::optional<Tensor> offs, std::optional<Tensor> rows) {
+                                            std::optional<Tensor> offs, std::optional<Tensor> rows,
+                                            std::optional<Tensor> residual_channels) {
   int32_t const device = x.get_device_index();
   QuantizeOptions const options{per_row, block_rows FP4GEMM_CAST_OPTIONS(FP4GEMM_AS_ARGUMENT)};
   fp4gemm_quantize_args_t args = quantize_args(x, options, offs, device);
   set_rows(args, rows, device);
+  set_residual_channels(args, residual_channels, device);
   Direction const to = direction_of(args, axis);
   to.side->hadamard = hadamard_of(options);
   Quantized out = set_side("amax", *to.side, to.rows, to.k, amax, per_row, to.groups, device);
@@ -164,11 +179,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantize_both(
 
 std::tuple<Tensor, Tensor> quantize_decoded(Tensor const& x, std::optional<Tensor> amax, bool per_row,
                                             int64_t axis FP4GEMM_CAST_OPTIONS(FP4GEMM_AS_PARAMETER),
-                                            std::optional<Tensor> offs, std::optional<Tensor> rows) {
+                                            std::optional<Tensor> offs, std::optional<Tensor> rows,
+                                            std::optional<Tensor> residual_channels) {
   int32_t const device = x.get_device_index();
   QuantizeOptions const options{per_row, 1 FP4GEMM_CAST_OPTIONS(FP4GEMM_AS_ARGUMENT)};
   fp4gemm_quantize_args_t args = quantize_args(x, options, offs, device);
   set_rows(args, rows, device);
+  set_residual_channels(args, residual_channels, device);
   Direction const to = direction_of(args, axis);
   to.side->hadamard = hadamard_of(options);
   Tensor measured = set_amax("amax", *to.side, to.rows, amax, per_row, to.groups, device);

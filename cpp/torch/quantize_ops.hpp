@@ -32,7 +32,8 @@ std::tuple<Tensor, Tensor, Tensor> quantize(Tensor const& x, std::optional<Tenso
                                             int64_t axis,
                                             int64_t block_rows FP4GEMM_CAST_OPTIONS(FP4GEMM_AS_PARAMETER),
                                             std::optional<Tensor> offs,
-                                            std::optional<Tensor> rows = std::nullopt);
+                                            std::optional<Tensor> rows = std::nullopt,
+                                            std::optional<Tensor> residual_channels = std::nullopt);
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantize_both(
     Tensor const& x, std::optional<Tensor> amax, std::optional<Tensor> amax_t, bool per_row,
@@ -41,7 +42,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantize_both(
 std::tuple<Tensor, Tensor> quantize_decoded(Tensor const& x, std::optional<Tensor> amax, bool per_row,
                                             int64_t axis FP4GEMM_CAST_OPTIONS(FP4GEMM_AS_PARAMETER),
                                             std::optional<Tensor> offs,
-                                            std::optional<Tensor> rows = std::nullopt);
+                                            std::optional<Tensor> rows = std::nullopt,
+                                            std::optional<Tensor> residual_channels = std::nullopt);
 
 std::tuple<Tensor, Tensor> quantize_fp8(Tensor const& x, std::optional<Tensor> offs);
 

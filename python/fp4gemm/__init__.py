@@ -37,7 +37,15 @@ from .producers import (
     silu_and_mul_quantize_fp8,
 )
 from .products import dgrad, fprop, wgrad
-from .quantize import decode, dequantize, dequantize_parts, quantize, quantize_both, quantize_fp8
+from .quantize import (
+    decode,
+    dequantize,
+    dequantize_parts,
+    quantize,
+    quantize_both,
+    quantize_fp8,
+    repeat_columns,
+)
 from .stacks import concat, stack
 from .support import is_supported
 
@@ -101,6 +109,7 @@ __all__ = [
     "recipe",
     "records",
     "reference",
+    "repeat_columns",
     "rms_norm_quantize",
     "rms_norm_quantize_fp8",
     "route",

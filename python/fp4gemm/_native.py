@@ -52,7 +52,10 @@ _TORCH_SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "fp4gemm_torch_row_amax": (_INT, [_POINTER, _INT, _INT64, _INT64, _INT64, _POINTER]),
     "fp4gemm_torch_quantize_matrix": (
         _INT,
-        [_POINTER, _INT, _INT64, _INT64, _INT64, _POINTER, _INT64, *[_POINTER] * 4, _INT, _INT, _INT],
+        [
+            *(_POINTER, _INT, _INT64, _INT64, _INT64, _POINTER, _INT64, *[_POINTER] * 4),
+            *(_INT, _INT, _INT, _POINTER, _INT64),
+        ],
     ),
     "fp4gemm_torch_quantize_searched": (
         _INT,

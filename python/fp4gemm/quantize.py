@@ -32,7 +32,15 @@ from .support import ready
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["decode", "dequantize", "dequantize_parts", "quantize", "quantize_both", "quantize_fp8"]
+__all__ = [
+    "decode",
+    "dequantize",
+    "dequantize_parts",
+    "quantize",
+    "quantize_both",
+    "quantize_fp8",
+    "repeat_columns",
+]
 
 _DEFAULTS = option_checks.defaults_of(QuantizeKeywords)
 _DEFAULTS_OF_BOTH = option_checks.defaults_of(QuantizeBothKeywords)
@@ -124,6 +132,17 @@ def quantize(
             for the tokens of experts (:func:`fp4gemm.route`). A row outside of x, as -1 is, gives zeros and
             amax 0. Only with scaling "row", axis -1, an amax that is computed, x of rank 2, and the defaults
             of the other options but offs and decoded.
+        residual_channels: int32 (r,) on the device of x, distinct numbers of columns of x, r a positive
+            multiple of 32 and at most k. The result then has k + r columns: after those of x the NVFP4
+            errors of these columns, cast in the same way with the same A::
+
+                d[:, j] = fl(x[:, c[j]] - dequantize(Q(x))[:, c[j]])      (m, r), in blocks of 16 of j
+
+            Its product with :func:`repeat_columns` of a weight and the same channels is that of x with
+            smaller errors (residual channels; ARCQuant, arXiv 2601.07475). Only with blocks along k of one
+            row, and without hadamard, stochastic, offs, rows and scale_search. On a GPU the values are not
+            checked: the error of a number outside of 0 to k - 1 is 0, and that of one that is repeated is
+            appended again.
         scale_search: "mse": the scale of each block is, of those within 6 e4m3 steps of the standard
             one, that of the smallest sum of importance * (what dequantize returns - x)^2, for weights
             (docs/quantization.md). Only with blocks along k, encode "te", and none of the other options but
@@ -148,10 +167,10 @@ def quantize(
             e4m3_max=448; four_over_six_error without four_over_six; importance or fp8_operand without
             scale_search; hadamard_signs without hadamard; generator or rng_state without stochastic, or both
             of them.
-        NotImplementedError: scale_search or rows with an option that it excludes; block (16, 16) with scaling
-            "row", another encode than "te", hadamard, stochastic, offs or decoded; four_over_six with another
-            encode than "te", hadamard or stochastic; x requires grad while grad mode is on; the device has no
-            kernel.
+        NotImplementedError: scale_search, rows or residual_channels with an option that it excludes; block
+            (16, 16) with scaling "row", another encode than "te", hadamard, stochastic, offs or decoded;
+            four_over_six with another encode than "te", hadamard or stochastic; x requires grad while grad
+            mode is on; the device has no kernel.
     """
     return _fast.quantize(x, decoded, options, _checked)
 
@@ -180,7 +199,23 @@ def _checked(x: Tensor, decoded: bool, options: Mapping[str, Any]) -> NVFP4Tenso
         if stack_size:
             option_checks.amax_values("amax", amax)  # the operator gets parts of it
     state = option_checks.random_state(values, x)
-    call = QuantizeCall(rows, amax, axis=axis, rng_state=state, offs=offs, rows=gathered, **arguments)
+    channels = values["residual_channels"]
+    if channels is not None:
+        if stack_size:
+            raise ValueError(
+                f"residual_channels: got {_checks.describe(channels)}, must be None for x of rank 3"
+            )
+        option_checks.residual_channels(channels, rows)
+    call = QuantizeCall(
+        rows,
+        amax,
+        axis=axis,
+        rng_state=state,
+        offs=offs,
+        rows=gathered,
+        residual_channels=channels,
+        **arguments,
+    )
     if gathered is not None:
         if stack_size:
             raise ValueError(f"rows: got {_checks.describe(gathered)}, must be None for x of rank 3")
@@ -430,6 +465,54 @@ def decode(t: NVFP4Tensor) -> DecodedTensor:
     if t._given_offs is not None:
         object.__setattr__(made, "_given_offs", t._given_offs)
     return made._stamped(t.dtype)
+
+
+def repeat_columns(w: NVFP4Tensor, channels: Tensor) -> NVFP4Tensor:
+    """(n, k + r): w (n, k), and behind it its columns c[j] again, for tokens with residual channels.
+
+    The codes and scales of the first k columns are those of w, bit by bit, and so is amax. The values of the
+    other columns, which come from blocks with different scales, are quantized anew in blocks of 16 of j::
+
+        Q(dequantize(w)[:, c])      quantize(.., amax=w.amax, scale_search="mse", e4m3_max=w.e4m3_max)
+
+    The product with ``quantize(x, residual_channels=c)`` adds to that of x and w the errors of these columns
+    of x, times the columns of w.
+
+    Args:
+        w: a matrix, without groups and rotation.
+        channels: int32 (r,) on the device of w, distinct numbers from 0 to k - 1; r is a positive multiple of
+            32 and at most k.
+
+    Returns:
+        A new tensor, which shares the amax of w, with the ``dtype`` of w.
+
+    Raises:
+        TypeError, ValueError: for another w or other channels. NotImplementedError: the device has no kernel.
+
+    Synchronises once on a GPU, to read the channels.
+    """
+    nvfp4("w", w)
+    if w.ndim != 2 or w.offs is not None or w.hadamard_signs is not None:
+        kind = "groups (offs)" if w.offs is not None else "a rotation"
+        got = f"shape is {tuple(w.shape)}" if w.ndim != 2 else f"has {kind}"
+        raise ValueError(f"w: {got}, must be a matrix (n, k) without groups and rotation")
+    k = w.shape[1]
+    _checks.exact_vector("channels", channels, None, torch.int32, w.device, "w")
+    option_checks.check_num_residual("channels", channels.shape[0], k)
+    if _checks.has_memory(channels):
+        option_checks.residual_values("channels", channels, k)
+    chosen = channels.to(torch.int64)
+    values = w.dequantize(torch.float32).index_select(1, chosen)
+    options: Any = {"amax": w.amax, "scale_search": "mse", "e4m3_max": w.e4m3_max}
+    again: NVFP4Tensor = quantize(values, scaling="tensor" if w.amax.shape[0] == 1 else "row", **options)
+    scales = [each.compact_scales().view(torch.uint8) for each in (w, again)]
+    made = NVFP4Tensor._of_compact(
+        torch.cat((w.codes, again.codes), 1),
+        torch.cat(scales, 1).view(torch.float8_e4m3fn),
+        w.amax,
+        w.e4m3_max,
+    )
+    return made._stamped(w.dtype)
 
 
 def nvfp4(name: str, value: object, alternative: str = "") -> NVFP4Tensor:

@@ -42,6 +42,7 @@ SAMPLES: dict[str, Callable[[], Any]] = {
     "rng_state": lambda: STATE,
     "offs": ends,
     "rows": lambda: torch.arange(M - 1, -1, -1, dtype=torch.int32),
+    "residual_channels": lambda: torch.arange(7, 39, dtype=torch.int32),
     "scale_search": lambda: "mse",
     "importance": lambda: torch.logspace(-2, 2, K),
     "fp8_operand": lambda: True,
@@ -160,6 +161,7 @@ OPERATOR: dict[str, tuple[str, Any]] = {
     "stochastic": ("rng_state", STATE),
     "offs": ("offs", ends()),
     "rows": ("rows", SAMPLES["rows"]()),
+    "residual_channels": ("residual_channels", SAMPLES["residual_channels"]()),
 }
 for _name, _option in option_checks.OPTIONS.items():
     if _option.values and _name != "scaling":
@@ -179,7 +181,7 @@ def test_the_operator_refuses_what_the_table_excludes(name: str, other: str) -> 
     per_row = {"per_row": wanted == "row"}
     arguments = {"amax": None, **per_row, **arguments}
     if name == "rows":
-        pattern = "^rows: got a tensor with "
+        pattern = "^rows: got a tensor with |^residual_channels: got "
     else:
         pattern = f"^({'|'.join(OPERATOR[key][0] for key in (name, other))}): got "
     with pytest.raises(NotImplementedError, match=pattern):

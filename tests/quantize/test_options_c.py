@@ -30,6 +30,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "amax": {"amax_given": ADDRESS},
     "axis": {"axis": 0},
     "rows": {"x_rows": ADDRESS, "x_num_rows": M},
+    "residual_channels": {"residual_channels": ADDRESS, "num_residual_channels": 32},
     "decoded": {"decoded": ADDRESS},
 }
 # Keywords that do nothing alone, and those of fp4gemm_quantize_searched, which has no other options.
@@ -37,7 +38,7 @@ OTHERS = {"four_over_six_error", "e4m3_max", "hadamard_signs", "generator", "rng
 SEARCH = {"scale_search", "importance", "fp8_operand"}
 # Members of the struct that are no options.
 NO_OPTIONS = {"struct_size", "m", "k", "x", "x_row_stride", "x_dtype", "row", "column"}
-NO_OPTIONS |= {"num_groups", "x_num_rows"}
+NO_OPTIONS |= {"num_groups", "x_num_rows", "num_residual_channels"}
 # Parameters of the operator whose members have other names, or are in `row` and `column`.
 MEMBERS = {"per_row": "scaling", "signs": "hadamard_signs", "rows": "x_rows"}
 OF_A_SIDE = {"x", "amax", "axis", "hadamard"}

@@ -112,7 +112,11 @@ SPARSE = ones(M, K).to_sparse()
 STATE = torch.tensor([1, 2])
 OPERATOR_OPTIONS: dict[str, Any] = {
     "per_row": True,
-    **{n: value for n, value in QuantizeCall._field_defaults.items() if n not in ("axis", "offs", "rows")},
+    **{
+        name: value
+        for name, value in QuantizeCall._field_defaults.items()
+        if name not in ("axis", "offs", "rows", "residual_channels")
+    },
 }
 QUANTIZER_OPTIONS: dict[str, Any] = {name: option.default for name, option in OPTIONS.items()}
 TERMS: dict[str, Any] = {
@@ -137,6 +141,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = 
             "amax": None,
             "offs": None,
             "rows": None,
+            "residual_channels": None,
             "scale_search": None,
             "importance": None,
             "decoded": False,

@@ -22,6 +22,7 @@ import bad_mx
 import bad_prepacked
 import bad_quantize
 import bad_ranks
+import bad_residual
 import bad_search
 import bad_stacks
 import bad_step
@@ -60,6 +61,7 @@ CASES = Cases(
         *bad_mx.CASES,
         *bad_quantize.CASES,
         *bad_ranks.CASES,
+        *bad_residual.CASES,
         *bad_search.CASES,
         *bad_step.CASES,
         *bad_swiglu.CASES,

@@ -56,6 +56,22 @@ add("x_e4m3_max", VALUE, "got None, must be given with x_e4m3_max 256", "x_amax"
 add("x_e4m3_max-value", VALUE, "got 300, must be 448 or 256", x_e4m3_max=300)
 add("x_amax-of bf16", TYPE, "dtype is torch.bfloat16, must be ", "x", x_amax=ones(M))
 add("x_amax", VALUE, f"shape is (2,), must be ({M},) or (1,)", x=X.half(), x_amax=ones(2))
+CHANNELS = torch.arange(32, dtype=torch.int32)
+add("residual_channels-type", TYPE, "got [1] (list), must be a torch.Tensor", residual_channels=[1])
+add("residual_channels-dtype", TYPE, "dtype is torch.int64", residual_channels=CHANNELS.long())
+add("residual_channels-step", VALUE, "got 8 channels, must be a positive", residual_channels=CHANNELS[:8])
+add("residual_channels-k", VALUE, "k is 64, must be 96, the k of x", "weight", residual_channels=CHANNELS)
+add("residual_channels-a16", NOT, "must be None with scaling 0", residual_channels=CHANNELS, scaling=0)
+add("residual_channels-fp8", NOT, "must be None with scaling 3", residual_channels=CHANNELS, scaling=3)
+add("residual_channels-mxfp8", NOT, "must be None with scaling 128", residual_channels=CHANNELS, scaling=128)
+add(
+    "residual_channels-quantized",
+    NOT,
+    "must be None with x_amax",
+    residual_channels=CHANNELS,
+    x=X.half(),
+    x_amax=ones(M),
+)
 add("weight-type", TYPE, "got [1] (list), must be a torch.Tensor", weight=[1])
 add("weight-dtype", TYPE, "dtype is torch.float32", weight=ones(N, K))
 add("weight_scales", VALUE, "got None, must be given unless", weight_scales=None)

@@ -72,6 +72,8 @@ class QuantizeArgs(Args):
         ("num_groups", c_int),
         ("x_rows", c_void_p),
         ("x_num_rows", c_int64),
+        ("residual_channels", c_void_p),
+        ("num_residual_channels", c_int),
     ]
     _defaults_: ClassVar[dict[str, object]] = {
         "x_dtype": BF16,
@@ -141,7 +143,14 @@ class CombineArgs(Args):
 
 
 class Cast(ctypes.Structure):
-    _fields_ = [("encode", c_int), ("four_over_six", c_int), ("fast_error", c_int), ("e4m3_max", c_int)]
+    _fields_ = [
+        ("encode", c_int),
+        ("four_over_six", c_int),
+        ("fast_error", c_int),
+        ("e4m3_max", c_int),
+        ("residual_channels", c_void_p),
+        ("num_residual_channels", c_int),
+    ]
 
 
 class ExpertWeights(ctypes.Structure):

@@ -112,7 +112,7 @@ def block_errors(
     value = q * np.repeat(scales, 16, axis=1)
     d = value - x * s if mode.fast_error else value * amax / F(6 * mode.bound) - x
     terms = d * d if mode.adaptive == "mse" else np.abs(d)
-    return np.add.accumulate(terms.reshape(len(x), -1, 16), axis=2, dtype=F)[..., 15]
+    return np.add.accumulate(terms.reshape(len(x), x.shape[1] // 16, 16), axis=2, dtype=F)[..., 15]
 
 
 def adaptive_cast(

@@ -203,6 +203,10 @@ typedef struct fp4gemm_quantize_args {
                             outside of 0..x_num_rows - 1; NULL: row i of x. Only with row scaling of `row`
                             whose amax is computed, and the defaults of the options above */
   int64_t x_num_rows;    /* rows of x, with x_rows */
+  const int32_t*
+      residual_channels;     /* (num_residual_channels) on the device, distinct numbers of columns of x:
+                                `row` has k + num_residual_channels columns, below; NULL: k columns */
+  int num_residual_channels; /* 0, or a positive multiple of 32 that is at most k */
 } fp4gemm_quantize_args_t;
 
 static inline fp4gemm_quantize_args_t fp4gemm_quantize_args_init(void) {
@@ -255,6 +259,15 @@ static inline fp4gemm_quantize_args_t fp4gemm_quantize_args_init(void) {
  * at the next multiple of 64. Columns that hold no row are zero, and so are their scales, which have the
  * ordinary swizzled layout of such a matrix. Each group has A of its own, one per row of x^T or one, which is
  * 0 for a group without rows. `row` and `column` in one call are the results of the two calls for one each.
+ *
+ * Residual channels c: columns k + j of `row` are the codes, scales or decoded values of the errors
+ *
+ *     d[i, j] = x[i, c[j]] - q * ((s * A) * (1 / (6 B)))
+ *
+ * with the value q of the code and the block scale s of element (i, c[j]), cast in blocks of 16 as x is, with
+ * the same A. Each operation rounds once to fp32. The error of a number outside of 0..k - 1 is 0; the numbers
+ * are not checked otherwise. Only with blocks along k of one row, without groups, x_rows, Hadamard,
+ * stochastic rounding, `column` and fp8.
  *
  * FP8 cast, where row.fp8 is given: one scale for each row,
  *

@@ -78,6 +78,8 @@ fp4gemm_status_t check_problem(ExpertsArgs const* args) {
   FP4GEMM_CHECK(args->quantize_a >= FP4GEMM_QUANTIZE_A_NONE && args->quantize_a <= FP4GEMM_QUANTIZE_A_FP8,
                 "quantize_a: is %d, must be a fp4gemm_quantize_a_t", static_cast<int>(args->quantize_a));
   FP4GEMM_TRY(check_cast("cast.", args->cast, args->quantize_a, /*gathers=*/false));
+  FP4GEMM_CHECK(args->cast.num_residual_channels == 0,
+                "cast.num_residual_channels: is %d, must be 0 for experts", args->cast.num_residual_channels);
   FP4GEMM_TRY(check_dtype("x_dtype", args->x_dtype));
   FP4GEMM_CHECK(quantizes_tokens(*args) || args->x_dtype != FP4GEMM_FP32,
                 "x_dtype: is FP4GEMM_FP32, must be FP4GEMM_BF16 or FP4GEMM_FP16 with "

@@ -120,6 +120,31 @@ fp4gemm_status_t check_gather(fp4gemm_quantize_args_t const& args) {
   return FP4GEMM_SUCCESS;
 }
 
+/// Refuses residual channels with other calls than those of `row` with plain blocks.
+fp4gemm_status_t check_residual_channels(fp4gemm_quantize_args_t const& args) {
+  int const count = args.num_residual_channels;
+  FP4GEMM_TRY(check_buffer("residual_channels", args.residual_channels, 0, sizeof(int32_t)));
+  if (args.residual_channels == nullptr) {
+    FP4GEMM_CHECK(count == 0, "num_residual_channels: is %d, must be 0 where residual_channels is null",
+                  count);
+    return FP4GEMM_SUCCESS;
+  }
+  FP4GEMM_CHECK(count > 0 && count % Rules::kResidualChannels == 0 && count <= args.k,
+                "num_residual_channels: is %d, must be a positive multiple of %d and at most k, %lld", count,
+                Rules::kResidualChannels, ll(args.k));
+  FP4GEMM_CHECK(args.k + count <= Rules::kMaxK, "k: is %lld with %d residual channels, must be at most %lld",
+                ll(args.k), count, ll(Rules::kMaxK) - count);
+  if (is_wanted(args.column) || args.block_rows != 1 || args.row.hadamard != FP4GEMM_HADAMARD_NONE ||
+      args.rng_state != nullptr || args.offs != nullptr || args.x_rows != nullptr ||
+      args.row.fp8 != nullptr) {
+    return unsupported(
+        "residual_channels: requires row alone with codes or decoded values and block_rows 1, without "
+        "groups, "
+        "x_rows, Hadamard and stochastic rounding");
+  }
+  return FP4GEMM_SUCCESS;
+}
+
 /// Refuses k that FP8 tokens cannot have.
 fp4gemm_status_t check_fp8_k(uint8_t const* fp8, int64_t k) {
   FP4GEMM_CHECK(fp8 == nullptr || k % Rules::kFp8K == 0,
@@ -203,12 +228,14 @@ fp4gemm_status_t check_quantize(fp4gemm_quantize_args_t const* args) {
   FP4GEMM_TRY(check_groups(args->offs, args->num_groups));
   FP4GEMM_TRY(check_gather(*args));
   FP4GEMM_TRY(check_fp8(*args));
+  FP4GEMM_TRY(check_residual_channels(*args));
   FP4GEMM_TRY(check_combination(*args));
   bool const per_row = args->scaling == FP4GEMM_SCALING_ROW;
   bool const wants_column = is_wanted(args->column);
   if (!wants_column || is_wanted(args->row)) {
     int64_t const num_amaxes = per_row || args->offs != nullptr ? args->m : 1;
-    FP4GEMM_TRY(check_side("row.", args->row, args->m, args->k, num_amaxes));
+    int64_t const columns = args->k + args->num_residual_channels;
+    FP4GEMM_TRY(check_side("row.", args->row, args->m, columns, num_amaxes));
   }
   if (wants_column) {
     int64_t columns = args->m;

@@ -112,6 +112,9 @@ int64_t const* state_of_signs(fp4gemm_quantize_args_t const& args) {
 fp4gemm_status_t launch_along_rows(fp4gemm_quantize_args_t const& args, DeviceProperties const& properties,
                                    cudaStream_t stream) {
   fp4gemm_quantized_t const& out = args.row;
+  if (args.residual_channels != nullptr) {
+    return fail(FP4GEMM_ERROR_NOT_SUPPORTED, "residual_channels: is given, must be null: no kernel has them");
+  }
   bool const per_row = args.scaling == FP4GEMM_SCALING_ROW;
   Input input{args.x, args.x_row_stride};
   input.signs = sign_masks(args.hadamard_signs, args.x_dtype);

@@ -58,9 +58,18 @@ class InputCast(NamedTuple):
         defaults = InputCast(self.scaling)
         return {name: value for name, value in self._asdict().items() if value != getattr(defaults, name)}
 
-    def quantize_call(self, x: Tensor, offs: Tensor | None = None) -> QuantizeCall:
+    def quantize_call(
+        self, x: Tensor, offs: Tensor | None = None, residual_channels: Tensor | None = None
+    ) -> QuantizeCall:
         """The call of ``quantize`` that makes this cast of the rows of x to NVFP4."""
-        return QuantizeCall(x, None, self.scaling == ROW, offs=offs, **self.options())
+        return QuantizeCall(
+            x,
+            None,
+            self.scaling == ROW,
+            offs=offs,
+            residual_channels=residual_channels,
+            **self.options(),
+        )
 
 
 def _of_number(number: int) -> InputCast:

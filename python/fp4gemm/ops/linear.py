@@ -14,8 +14,9 @@ from . import gemm as gemm_ops
 from ._call import Operator, accepts
 from .fp8 import quantize_fp8
 from .gemm import GemmCall, gemm, gemm_compiled
-from .inputs import FP8_ROW, MXFP8, NOT_QUANTIZED, checked_input
+from .inputs import FP8_ROW, MXFP8, NOT_QUANTIZED, ROW, TENSOR, checked_input
 from .mx import mxfp8_quantize
+from .options import residual_channels
 from .parts import OperandParts, checked_weight
 from .quantize import quantize, quantize_compiled
 
@@ -43,6 +44,7 @@ class LinearCall(NamedTuple):
     use_fast_accum: bool = False
     kernel_name: str | None = None
     out_dtype: torch.dtype | None = None  # None: that of x, or bfloat16 if x was quantized before
+    residual_channels: Tensor | None = None  # columns of x whose errors are quantized too
 
     @classmethod
     def of(cls, x: Tensor | OperandParts, weight: OperandParts, **more: Any) -> LinearCall:
@@ -92,7 +94,7 @@ class Shape(NamedTuple):
 
     m: int  # the rows of x
     n: int
-    k: int
+    k: int  # of the product: that of x, and the number of residual channels
     out: tuple[int, ...]  # the shape of the result
     dtype: torch.dtype  # the dtype of the result
 
@@ -110,6 +112,8 @@ def checked(call: LinearCall) -> Shape:
     dtype = _checked_x(call)
     k = x.shape[-1] * (1 if call.x_scales is None else 2)
     _checks.is_multiple("x", "k", k, _checks.FP8_STEP if call.is_fp8 else _checks.K_STEP_MM)
+    if call.residual_channels is not None:
+        k += _checked_residual(call, x)
     m = math.prod(x.shape[:-1])
     if call.x_amax is not None:
         _checks.vector("x_amax", call.x_amax, m, x.device, "x")
@@ -151,6 +155,16 @@ def _checked_x(call: LinearCall) -> torch.dtype:
     if call.is_fp8 and call.x_e4m3_max != max(_checks.E4M3_BOUNDS):
         raise ValueError(f"x_e4m3_max: got {call.x_e4m3_max}, must be 448 for FP8 tokens")
     return torch.bfloat16
+
+
+def _checked_residual(call: LinearCall, x: Tensor) -> int:
+    """Check residual_channels, and return their number."""
+    if call.x_amax is not None or checked_input(call.scaling).scaling not in (ROW, TENSOR):
+        given = "x_amax" if call.x_amax is not None else f"scaling {call.scaling}"
+        raise NotImplementedError(
+            f"residual_channels: got a tensor, must be None with {given}: x is not quantized to NVFP4"
+        )
+    return residual_channels(call.residual_channels, x).shape[0]
 
 
 def checked_bias(value: object, n: int, x: Tensor, function: str) -> None:
@@ -206,6 +220,8 @@ def linear(call: LinearCall) -> Tensor:
             be False unless the tokens are FP8.
         kernel_name: None or "cpu_reference".
         out_dtype: bfloat16, float16 or float32; None is the dtype of x, or bfloat16 with x_amax.
+        residual_channels: int32 (r,), as for :func:`quantize`, with scaling 1 or 2, or None. The weight is
+            then (n, k + r).
 
     Returns:
         y, (..., n) of out_dtype, contiguous; with a gated activation (..., n/2).
@@ -229,7 +245,7 @@ def _linear_by(call: LinearCall, quantize: Callable[..., Any], gemm: Callable[..
         a = OperandParts(values, block_scales, None)
     elif call.scaling != NOT_QUANTIZED:
         cast = checked_input(call.scaling)
-        data, scales, amax = quantize(*cast.quantize_call(rows))
+        data, scales, amax = quantize(*cast.quantize_call(rows, residual_channels=call.residual_channels))
         a = OperandParts(data, scales, amax, cast.e4m3_max)
     product = GemmCall.of(
         a,
@@ -259,9 +275,11 @@ def linear_fake(call: LinearCall) -> Tensor:
 
 
 def linear_flops(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
-    """2 m n k of linear; the quantization of x is not counted."""
+    """2 m n k of linear, k with residual channels; the quantization of x is not counted."""
     call = LinearCall(*args, **kwargs)
     numel: int = call.x.numel() * (1 if call.x_scales is None else 2)
+    if call.residual_channels is not None:
+        numel += call.x.numel() // call.x.shape[-1] * call.residual_channels.shape[0]
     return 2 * numel * (call.weight_rows or call.weight.shape[0])
 
 

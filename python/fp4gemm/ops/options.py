@@ -10,6 +10,7 @@ NotImplementedError. No check reads device memory, so none synchronises.
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, NamedTuple, TypedDict, TypeVar, get_type_hints
 
@@ -97,6 +98,17 @@ class QuantizeKeywords(QuantizeOptions, total=False):
                 *("axis", "amax", "block", "encode", "four_over_six", "hadamard", "stochastic"),
             ),
             requires={"scaling": "row"},
+        ),
+    ]
+    residual_channels: Annotated[
+        Tensor | None,
+        Option(
+            None,
+            excludes=_without(
+                *("block", "stochastic", "offs", "rows", "scale_search"),
+                hadamard=_ROTATE,
+                axis=_TRANSPOSE,
+            ),
         ),
     ]
     scale_search: Annotated[
@@ -327,6 +339,40 @@ def axis(value: object, x: Tensor, step: int | None) -> int:
 def gather_rows(value: object, device: torch.device) -> Tensor:
     """Check and return rows, int32 (m,), the rows of x to quantize. The values are not read."""
     return _checks.exact_vector("rows", value, None, torch.int32, device, "x")
+
+
+def residual_channels(value: object, x: Tensor) -> Tensor:
+    """Check and return residual_channels, int32 (r,), columns of x (m, k). The CPU reads the values.
+
+    Raises ValueError unless r is a positive multiple of 32 and at most k and, on the CPU, for a value that is
+    outside of 0 to k - 1 or repeated. On other devices reading the values would synchronise.
+    """
+    k = x.shape[-1]
+    channels = _checks.exact_vector("residual_channels", value, None, torch.int32, x.device, "x")
+    check_num_residual("residual_channels", channels.shape[0], k)
+    if channels.device.type == "cpu" and _checks.has_memory(channels):
+        residual_values("residual_channels", channels, k)
+    return channels
+
+
+def check_num_residual(name: str, number: int, k: int) -> None:
+    """Raise ValueError unless a number of residual channels beside k columns is allowed."""
+    step = _checks.K_STEP_MM
+    if number <= 0 or number % step or number > k:
+        raise ValueError(
+            f"{name}: got {number} channels, must be a positive multiple of {step} and at most k, {k}"
+        )
+
+
+def residual_values(name: str, channels: Tensor, k: int) -> None:
+    """Raise ValueError for a channel that is outside of 0 to k - 1 or repeated. Synchronises on a GPU."""
+    ascending = channels.sort().values.tolist()
+    for value in (ascending[0], ascending[-1]):
+        if not 0 <= value < k:
+            raise ValueError(f"{name}: has the value {value}, must have values from 0 to {k - 1}")
+    for value, following in itertools.pairwise(ascending):
+        if value == following:
+            raise ValueError(f"{name}: has the value {value} more than once, must have distinct values")
 
 
 def given_amax(

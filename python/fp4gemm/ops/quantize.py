@@ -47,7 +47,7 @@ __all__ = [
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # at the numbers of the C functions
 # The options that the compiled code has; it serves no call in which another one differs from its default.
-_COMPILED = ("four_over_six", "fast_error", "e4m3_max", "offs", "rows")
+_COMPILED = ("four_over_six", "fast_error", "e4m3_max", "offs", "rows", "residual_channels")
 
 
 class QuantizeCall(NamedTuple):
@@ -67,6 +67,7 @@ class QuantizeCall(NamedTuple):
     rng_state: Tensor | None = None
     offs: Tensor | None = None
     rows: Tensor | None = None
+    residual_channels: Tensor | None = None
 
 
 def _derived(name: str, doc: str, without: tuple[str, ...], **inserted: str) -> Any:
@@ -94,7 +95,7 @@ QuantizeDecodedCall = _derived(
 QuantizeBothCall = _derived(
     "QuantizeBothCall",
     "``quantize_both``: x and x.T. amax_t is the amax of x.T.",
-    without=("axis", "rows"),
+    without=("axis", "rows", "residual_channels"),
     amax_t="amax",
 )
 
@@ -162,6 +163,9 @@ def check_options(call: QuantizeCall) -> None:
     if call.rows is not None:
         option_checks.gather_rows(call.rows, call.x.device)
         gather_alone(call)
+    if call.residual_channels is not None:
+        option_checks.residual_channels(call.residual_channels, call.x)
+        _refuse_beside_residual(call)
     if call.block_rows == 16:
         because = "block_rows 16"
         if call.per_row:
@@ -178,6 +182,17 @@ def _refuse_variants(call: QuantizeCall, because: str) -> None:
         _checks.refuse("hadamard", call.hadamard, "0", because)
     if call.rng_state is not None:
         raise NotImplementedError(f"rng_state: got a tensor, must be None with {because}")
+
+
+def _refuse_beside_residual(call: QuantizeCall) -> None:
+    """Raise NotImplementedError for an option that no kernel combines with residual_channels."""
+    because = "residual_channels"
+    for name, wanted in (("axis", -1), ("block_rows", 1), ("hadamard", 0)):
+        if getattr(call, name) != wanted:
+            _checks.refuse(name, getattr(call, name), str(wanted), because)
+    for name in ("rng_state", "offs"):
+        if getattr(call, name) is not None:
+            raise NotImplementedError(f"{name}: got a tensor, must be None with {because}")
 
 
 def gather_alone(call: QuantizeCall) -> None:
@@ -301,12 +316,18 @@ def quantize(call: QuantizeCall) -> tuple[Tensor, Tensor, Tensor]:
         rows: int32 (m,). Row i of what is quantized is row rows[i] of x, or zeros if that is outside of x.
             Only with axis -1, an amax for each row that is computed, and the defaults of the other options
             but offs.
+        residual_channels: int32 (r,), r a positive multiple of 32 and at most k, distinct numbers of columns
+            of x, or None. The quantized errors of these columns follow those of x
+            (reference/nvfp4.py), so that the result has k + r columns. The CPU refuses a number that is
+            outside of x or repeated; a GPU takes 0 for the error of one outside of x. Only with axis -1,
+            block_rows 1, and without hadamard, rng_state, offs and rows.
 
     Returns:
         codes uint8 (m, k/2); scales float8_e4m3fn (ceil128(m), ceil4(k/16)), or with offs
         (grouped_scale_rows(m, g), ceil4(k/16)), swizzled, with zero padding; amax float32 (m,) with per_row,
-        else (1,), or (0,) if the argument amax was given. With axis -1 an amax for each group is expanded to
-        (m,), even if it was given. For axis 0, m and k are exchanged, and with offs amax is (g, m) or (g,).
+        else (1,), or (0,) if the argument amax was given. With residual_channels k is that of x plus r. With
+        axis -1 an amax for each group is expanded to (m,), even if it was given. For axis 0, m and k are
+        exchanged, and with offs amax is (g, m) or (g,).
 
     Raises:
         TypeError, ValueError, NotImplementedError: for an invalid argument or combination; the text names it.
@@ -457,7 +478,7 @@ def quantize_compiled(call: QuantizeCall) -> tuple[Tensor, Tensor, Tensor]:
     if not _is_compiled(call):
         return quantize(*call)
     x, amax, stored, groups = _prepared(call)
-    m, k = x.shape
+    m, k = x.shape[0], x.shape[1] + _num_residual(call)
     codes = torch.empty((m, k // 2), dtype=torch.uint8, device="cpu")
     shape = padded_scale_shape(m, k) if groups is None else groups.scale_shape(k // _checks.BLOCK)
     scales = torch.zeros(shape, dtype=torch.uint8, device="cpu")
@@ -475,7 +496,8 @@ def quantize_decoded_compiled(call: Any) -> tuple[Tensor, Tensor]:
     if not _is_compiled(with_codes):
         return quantize_decoded(*call)
     x, amax, stored, groups = _prepared(with_codes)
-    data = torch.empty(x.shape, dtype=torch.float16, device="cpu")
+    shape = x.shape[0], x.shape[1] + _num_residual(with_codes)
+    data = torch.empty(shape, dtype=torch.float16, device="cpu")
     num_rows = x.shape[0] if groups is None else groups.num_rows
     _run(with_codes, x, num_rows, amax, None, None, None, data.data_ptr())
     data[num_rows:] = 0
@@ -511,7 +533,9 @@ def _is_compiled(call: QuantizeCall) -> bool:
         if name not in _COMPILED and (type(value) is not type(default) or value != default):
             return False
     return (
-        all(each is None or on_cpu(each) for each in (call.amax, call.offs, call.rows))
+        all(
+            each is None or on_cpu(each) for each in (call.amax, call.offs, call.rows, call.residual_channels)
+        )
         and on_cpu(x)
         and x.dim() == 2
     )
@@ -533,6 +557,11 @@ def _prepared(call: QuantizeCall) -> tuple[Tensor, Tensor, Tensor, Groups | None
     else:
         return x, amax.contiguous(), amax.new_empty(0), groups
     return x, amax, amax, groups
+
+
+def _num_residual(call: QuantizeCall) -> int:
+    """The columns that residual_channels adds to the result."""
+    return 0 if call.residual_channels is None else call.residual_channels.shape[0]
 
 
 def _row_amax(x: Tensor) -> Tensor:
@@ -557,11 +586,13 @@ def _run(
 ) -> None:
     """Quantize the first rows of x with the options of a call. The results are addresses."""
     stride = 0 if amax.shape[0] == 1 else 1
+    channels = call.residual_channels
     succeeded(
         _native.torch_library().fp4gemm_torch_quantize_matrix(
             x.data_ptr(), _DTYPES.index(x.dtype), num_rows, x.shape[1], x.stride(0),
             amax.data_ptr(), stride, codes, scales, scale_rows, decoded,
             call.four_over_six, call.fast_error, call.e4m3_max,
+            None if channels is None else channels.data_ptr(), _num_residual(call),
         )
     )  # fmt: skip
 
@@ -573,7 +604,7 @@ def _run(
 def quantize_fake(call: QuantizeCall) -> tuple[Tensor, Tensor, Tensor]:
     x, offs = call.x, call.offs
     m = x.shape[0] if call.rows is None else call.rows.shape[0]
-    rows, columns = (m, x.shape[1]) if call.axis == -1 else (x.shape[1], m)
+    rows, columns = (m, x.shape[1] + _num_residual(call)) if call.axis == -1 else (x.shape[1], m)
     made: int | tuple[int, int] = rows if call.per_row else 1
     if call.axis == 0 and offs is not None:
         groups = offs.shape[0]

@@ -12,13 +12,15 @@ other operand if one is NaN, and FMAX = 3.4028235e38. a_b is the largest magnitu
 
 The results are c, s and A. "te" gives the bits of TransformerEngine >= 2.14 (NVFP4QuantizerRef) except for
 -0 and NaN, which are converted as by the PTX instruction cvt.rn.satfinite.e2m1x2: -0 becomes code 8 and NaN
-becomes code 7. The amax ignores NaN. "te_per_token" is the encoding of TransformerEngine's pull request #3045
+becomes code 7. The amax ignores NaN. :func:`with_residual` defines the columns that residual channels add.
+"te_per_token" is the encoding of TransformerEngine's pull request #3045
 without its lower bound of 1e-12 on A. :mod:`.eden` defines the encode "eden".
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
+from typing import cast as cast_to
 
 import torch
 from torch import Tensor
@@ -45,6 +47,7 @@ __all__ = [
     "quantize",
     "result_shape",
     "standard_scale",
+    "with_residual",
 ]
 
 BLOCK = _checks.BLOCK
@@ -65,10 +68,11 @@ class Quantization(NamedTuple):
     hadamard: int = 0
     signs: int = 0
     rng_state: Tensor | None = None
+    residual_channels: Tensor | None = None
 
 
 def result_shape(call: Quantization) -> tuple[int, int]:
-    """Return the shape (rows, k) of the result."""
+    """Return the shape (rows, k) of the result, without the columns of residual channels."""
     m, k = call.x.shape
     return (k, m) if call.axis == 0 else (m, k)
 
@@ -106,6 +110,8 @@ def quantize(
         tiles = scales.view(torch.uint8)[::BLOCK].t().repeat_interleave(BLOCK, dim=0)
         return _transpose_codes(codes), swizzle_scales(tiles.view(scales.dtype)), amax
     codes, scales, amax = cast(call, groups)
+    if call.residual_channels is not None:
+        codes, scales = with_residual(call, codes, scales, amax if call.amax is None else call.amax)
     return codes, groups.swizzle(scales) if isinstance(groups, Groups) else swizzle_scales(scales), amax
 
 
@@ -157,6 +163,34 @@ def cast(
         # The rotation of a block of zeros can give -0, which is code 8; padding has code 0.
         codes.view(m, -1, BLOCK // 2)[:, groups.of_block == groups.num_groups] = 0
     return codes, scales, stored
+
+
+def with_residual(call: Quantization, codes: Tensor, scales: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
+    """Return codes (m, (k + r)/2) and scales (m, (k + r)/16), which are not swizzled, of residual channels.
+
+    codes (m, k/2) and scales (m, k/16) are the cast of x, and amax is A. Column k + j is the same cast, with
+    the same A, of the error d of column c[j] of x, in blocks of 16 of the r errors::
+
+        d[i, j] = fl(x[i, c[j]] - fl(q * fl(fl(s * A) * fl(1 / (6 * e4m3_max)))))
+
+    with the value q of the code and the block scale s of element (i, c[j]). x is exact in float32, and what
+    is subtracted is the value that :func:`dequantize` returns in float32. d is 0 where c[j] is outside of 0
+    to k - 1.
+    """
+    m, k = call.x.shape
+    chosen = cast_to(Tensor, call.residual_channels).to(torch.int64)
+    is_in_x = (chosen >= 0) & (chosen < k)
+    chosen = torch.where(is_in_x, chosen, 0)
+    errors = torch.empty((m, chosen.shape[0]), dtype=torch.float32, device=call.x.device)
+    for i, j in row_chunks(m, k):
+        own = amax if amax.shape[0] == 1 else amax[i:j]
+        values = dequantize(codes[i:j], scales[i:j], own, call.e4m3_max, torch.float32)
+        error = call.x[i:j, chosen].to(torch.float32) - values[:, chosen]
+        errors[i:j] = torch.where(is_in_x, error, 0.0)
+    more, more_scales, _ = cast(call._replace(x=errors, amax=amax, residual_channels=None))
+    # As bytes: few torch operators know float8.
+    joined = torch.cat((scales.view(torch.uint8), more_scales.view(torch.uint8)), 1)
+    return torch.cat((codes, more), 1), joined.view(scales.dtype)
 
 
 def _amaxes(
