@@ -27,7 +27,7 @@ class Operands(NamedTuple):
             in MXFP8. "16-bit": both stay as they are.
         options: those of fp4gemm.quantize, with "nvfp4".
         residual: with "nvfp4", the number of channels whose error is quantized and multiplied too, as k more
-            columns (ARCQuant, arXiv 2601.07475), a multiple of 16. No layer has this.
+            columns (ARCQuant, arXiv 2601.07475), a multiple of 16; that of a layer is one of 32.
     """
 
     tokens: Literal["16-bit", "nvfp4", "fp8", "mxfp8"] = "16-bit"

@@ -501,6 +501,11 @@ def repeat_columns(w: NVFP4Tensor, channels: Tensor) -> NVFP4Tensor:
     option_checks.check_num_residual("channels", channels.shape[0], k)
     if _checks.has_memory(channels):
         option_checks.residual_values("channels", channels, k)
+    return repeated_columns(w, channels)
+
+
+def repeated_columns(w: NVFP4Tensor, channels: Tensor) -> NVFP4Tensor:
+    """:func:`repeat_columns` of arguments that were checked before. Does not synchronise."""
     chosen = channels.to(torch.int64)
     values = w.dequantize(torch.float32).index_select(1, chosen)
     options: Any = {"amax": w.amax, "scale_search": "mse", "e4m3_max": w.e4m3_max}

@@ -173,6 +173,23 @@ def test_layers_without_an_amax_for_each_token(scaling: str, gen: torch.Generato
     _assert_same(result.value, model(x, weight))
 
 
+def test_layers_with_residual_channels(gen: torch.Generator) -> None:
+    """No producer appends the errors of channels, and no quantization is shared by layers with them."""
+    channels = torch.randperm(K, generator=gen)[:32].to(torch.int32)
+    one, other = linear(WIDE, residual_channels=channels), linear(K, residual_channels=channels)
+    x, weight = torch.randn(2, 3, K, generator=gen).bfloat16(), torch.randn(K, generator=gen).bfloat16()
+
+    def model(x: Tensor, weight: Tensor) -> Any:
+        y = llama_norm(x, weight)
+        return one(y), other(y), one(x), other(x)
+
+    result = fused(model, x, weight)
+    assert result.report.fusions == ()
+    assert "has residual channels, which no fused quantizer appends" in result.report.left[0].reason
+    assert set(result.counts) == {"linear"}
+    _assert_same(result.value, model(x, weight))
+
+
 def test_a_layer_of_quantized_input_is_left(gen: torch.Generator) -> None:
     layer = linear(WIDE)
     x = torch.randn(5, K, generator=gen).bfloat16()

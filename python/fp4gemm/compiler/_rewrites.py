@@ -158,7 +158,8 @@ class _Rewriter:
         groups: dict[tuple[Node, int], list[Node]] = {}
         for linear in g.linears(self.graph):
             call = g.call_of(linear)
-            if call.x_amax is None and call.scaling != NOT_QUANTIZED:
+            is_quantized_here = call.x_amax is None and call.scaling != NOT_QUANTIZED
+            if is_quantized_here and call.residual_channels is None:
                 x = call.x
                 while x.target in VIEWS and g.is_same(value(x).shape[-1], value(x.args[0]).shape[-1]):
                     x = x.args[0]
@@ -235,6 +236,8 @@ def _readers(node: Node, alive: Node) -> list[Node] | str:
                 return "a layer reads its result without an amax for each row"
             if call.scaling not in (ROW, FP8_ROW):
                 return "a layer quantizes its result with options that the fused quantizers do not have"
+            if call.residual_channels is not None:
+                return "a layer that reads its result has residual channels, which no fused quantizer appends"
             if g.leading_sizes(value(node).shape, alive) is None:
                 return "the leading sizes of its result are not those of its input"
             found.append(user)

@@ -12,6 +12,7 @@ from .. import _checks
 from ..containers.decoded import DecodedTensor
 from ..containers.fp8 import FP8Tensor
 from ..containers.nvfp4 import NVFP4Tensor
+from ..ops import options as option_checks
 from ..ops.parts import OperandParts
 from ..recipe import (
     INPUTS,
@@ -123,6 +124,24 @@ def check_linear(linear: object, activations: str) -> None:
             raise ValueError(f"linear.bias: {num_nan} values are NaN, must all be numbers")
 
 
+def check_residual_channels(number: int, k: int, activations: str) -> None:
+    """Raise ValueError unless a layer with these activations may have so many residual channels."""
+    if INPUTS[activations].tokens != "nvfp4":
+        raise ValueError(
+            f"residual_channels: got {number} channels with activations {activations!r}, must be none unless "
+            "they are 'per-token' or 'per-tensor'"
+        )
+    option_checks.check_num_residual("residual_channels", number, k)
+
+
+def check_channels(value: object, k: int, activations: str, device: torch.device) -> None:
+    """Raise TypeError or ValueError unless these are residual channels of such a layer. Synchronises."""
+    channels = _checks.exact_vector("residual_channels", value, None, torch.int32, device, "weight")
+    check_residual_channels(channels.shape[0], k, activations)
+    if _checks.has_memory(channels):
+        option_checks.residual_values("residual_channels", channels, k)
+
+
 def check_float_weight(name: str, weight: Tensor, shape: tuple[int, ...]) -> None:
     """Raise TypeError or ValueError unless a weight can be quantized. Synchronises."""
     _checks.is_tensor(name, weight)
@@ -185,9 +204,13 @@ def refuse_not_finite(x: Tensor, layer: torch.nn.Module) -> None:
 
 
 def shared_input(
-    x: NVFP4Tensor | DecodedTensor | FP8Tensor, k: int, device: torch.device, activations: str
+    x: NVFP4Tensor | DecodedTensor | FP8Tensor,
+    k: int,
+    device: torch.device,
+    activations: str,
+    num_residual: int = 0,
 ) -> OperandParts:
-    """The parts of an x that was quantized before.
+    """The parts of an x that was quantized before; its k has the columns of residual channels.
 
     Raises:
         TypeError, ValueError: unless x is a plain matrix (m, k) on the device of a layer that quantizes.
@@ -204,7 +227,8 @@ def shared_input(
     if x.offs is not None:
         raise ValueError(f"x: has {x.offs.shape[0]} groups (offs), must have none")
     if x.ndim != 2 or x.shape[1] != k:
-        raise ValueError(f"x: shape is {tuple(x.shape)}, must be (m, {k}), {k} = in_features")
+        more = f" + {num_residual} residual channels" if num_residual else ""
+        raise ValueError(f"x: shape is {tuple(x.shape)}, must be (m, {k}), {k} = in_features{more}")
     if not isinstance(x, FP8Tensor) and x.hadamard_signs is not None:
         raise ValueError(f"x: was rotated (hadamard_signs {x.hadamard_signs:#06x}), must not be")
     _checks.same_device("x", x.amax, device, "weight")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, cast
 
@@ -15,7 +15,9 @@ from torch import Tensor
 from .. import _checks, support
 from ..containers.nvfp4 import NVFP4Tensor
 from ..containers.prepacked import PrepackedTensor, prepack, unprepack
+from ..ops.options import residual_values
 from ..ops.parts import OperandParts
+from ..quantize import repeated_columns
 from ..recipe import Quantizer, Recipe, WeightScaling
 from ..support import TokenForm
 from ._formats import AMAX, BOUND, CODES, FORMATS, SCALES, FormatName, Weight, WeightFormat
@@ -25,7 +27,9 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 PREPACKED = "weight_prepacked"
-ORDER = (CODES, SCALES, AMAX, BOUND, PREPACKED, "bias")  # the order of the buffers
+RESIDUAL = "residual_channels"
+PARTS = (CODES, SCALES, AMAX, RESIDUAL)  # the buffers that form a weight and load together, but for BOUND
+ORDER = (CODES, SCALES, AMAX, BOUND, RESIDUAL, PREPACKED, "bias")  # the order of the buffers
 EXTRA_STATE = "_extra_state"  # the key under which older checkpoints have e4m3_max
 # A buffer passes through Module.half() and the like as integers of its size, so that no cast changes it.
 BITS = {
@@ -64,6 +68,7 @@ class WeightModule(torch.nn.Module):
     in_features: int
     out_features: int
     num_matrices: int = 0  # g of a stack; 0: one matrix
+    num_residual: int = 0  # the columns that the weight has beyond in_features: r residual channels
     weight_amax: Tensor
     bias: Tensor | None
     format_name: FormatName = "nvfp4"
@@ -92,6 +97,7 @@ class WeightModule(torch.nn.Module):
         dtype: torch.dtype | None,
         weight_scaling: WeightScaling,
         format: FormatName = "nvfp4",
+        num_residual: int = 0,
     ) -> None:
         """A module that has no weight yet; shape is (n, k) or (g, n, k), dtype None torch's default dtype."""
         super().__init__()
@@ -104,7 +110,10 @@ class WeightModule(torch.nn.Module):
             self.num_matrices = lead[0]
         self.in_features, self.out_features = k, n
         num_amax = n if weight_scaling == "row" else 1
-        held: dict[str, Tensor | None] = {**self._format.new_buffers(shape, num_amax, where)}
+        self.num_residual = num_residual
+        held: dict[str, Tensor | None] = {**self._format.new_buffers(self._held_shape, num_amax, where)}
+        if num_residual:
+            held[RESIDUAL] = torch.empty(num_residual, dtype=torch.int32, device=where)
         held["bias"] = torch.empty(shape[:-1], dtype=torch.float32, device=where) if bias else None
         self._buffers = held
         self.reset_parameters()
@@ -114,6 +123,12 @@ class WeightModule(torch.nn.Module):
         """(n, k) or (g, n, k)."""
         lead = (self.num_matrices,) if self.num_matrices else ()
         return (*lead, self.out_features, self.in_features)
+
+    @property
+    def _held_shape(self) -> tuple[int, ...]:
+        """The shape of the weight in memory: that of the weight, with the columns of residual channels."""
+        *lead, k = self._shape
+        return (*lead, k + self.num_residual)
 
     @property
     def _format(self) -> WeightFormat:
@@ -154,6 +169,11 @@ class WeightModule(torch.nn.Module):
     def weight_prepacked(self) -> Tensor | None:
         """uint8, or int8 for FP8 tokens, while the weight is prepacked; else None."""
         return self._buffers.get(PREPACKED)
+
+    @property
+    def residual_channels(self) -> Tensor | None:
+        """int32 (r,), the inputs whose errors are multiplied too, or None; see :class:`fp4gemm.nn.Linear`."""
+        return self._buffers.get(RESIDUAL)
 
     @property
     def weight_codes(self) -> Tensor:
@@ -202,7 +222,7 @@ class WeightModule(torch.nn.Module):
         self._known = (*parts, bound if is_bound_read else self._known[-1])
 
     def _weight_buffers(self) -> tuple[Tensor | None, ...]:
-        return tuple(map(self._buffers.get, (CODES, SCALES, AMAX, BOUND)))
+        return tuple(map(self._buffers.get, (*PARTS, BOUND)))
 
     def _notice(self) -> None:
         """Look at buffers that other code has replaced, as accelerate's loaders do, and at the e4m3_max.
@@ -215,20 +235,21 @@ class WeightModule(torch.nn.Module):
             held.get(CODES) is known[0]
             and held.get(SCALES) is known[1]
             and held.get(AMAX) is known[2]
-            and held.get(BOUND) is known[3]
-            and version(known[3]) == self._known_version
+            and held.get(RESIDUAL) is known[3]
+            and held.get(BOUND) is known[4]
+            and version(known[4]) == self._known_version
         ):
             return
         found = self._weight_buffers()
-        number = len(self._format.buffers)
-        same = [new is old for new, old in zip(found[:number], known[:number], strict=True)]
+        parts = self._own_parts()
+        same = [held.get(name) is old for name, old in zip(PARTS, known, strict=False) if name in parts]
         if not self._has_weight and any(same):
             return  # some buffers of the weight are not set yet
         if any(t is not None and t.is_meta for t in found):
             self._remember_buffers()  # offloaded
             return
         num_amax = 1 if self.weight_scaling == "tensor" else self.out_features
-        check_buffers(self._format, held, self._shape, num_amax)
+        check_buffers(self._format, held, self._held_shape, num_amax, self.num_residual)
         bound = held.get(BOUND)
         if bound is not None:
             self._e4m3_max = int(bound.item())
@@ -242,8 +263,13 @@ class WeightModule(torch.nn.Module):
             if _checks.is_misaligned(buffer):
                 self._buffers[name] = buffer.clone()
 
+    def _own_parts(self) -> tuple[str, ...]:
+        """The names of the buffers that form the weight and load together."""
+        return (*self._format.buffers, RESIDUAL) if self.num_residual else self._format.buffers
+
     def _own_buffers(self) -> dict[str, Tensor]:
-        own = {name: getattr(self, name) for name in self._format.all_buffers}
+        names = (*self._format.all_buffers, RESIDUAL) if self.num_residual else self._format.all_buffers
+        own = {name: getattr(self, name) for name in names}
         return own if self.bias is None else {**own, "bias": self.bias}
 
     # ---- the weight
@@ -252,8 +278,14 @@ class WeightModule(torch.nn.Module):
     def weight(self) -> Weight:
         """The weight as a container over the buffers, such as an NVFP4Tensor; a copy while it is prepacked.
 
-        Assign such a container, or a float tensor, which is quantized: transformers ties weights so.
+        With residual channels it is a copy of the columns without those that are repeated for them. Assign
+        such a container, or a float tensor, which is quantized: transformers ties weights so.
         """
+        held = self._held_weight()
+        return self._format.columns(held, self.in_features) if self.num_residual else held
+
+    def _held_weight(self) -> Weight:
+        """The weight with all columns of the buffers."""
         if not torch.compiler.is_compiling():
             self._notice()
         with _no_exchange():
@@ -268,8 +300,8 @@ class WeightModule(torch.nn.Module):
 
     @property
     def _nvfp4_weight(self) -> NVFP4Tensor:
-        """The weight, where it has to be NVFP4; NotImplementedError for another format."""
-        weight = self.weight
+        """The weight with all columns, where it has to be NVFP4; NotImplementedError for another format."""
+        weight = self._held_weight()
         if not isinstance(weight, NVFP4Tensor):
             raise NotImplementedError(f"weight: is {self._format.title}, must be NVFP4 for this")
         return weight
@@ -292,7 +324,7 @@ class WeightModule(torch.nn.Module):
             self._buffers["bias"] = value.detach().to(torch.float32)
 
     def _set_weight(self, value: object) -> None:
-        new = self._quantized("weight", value, self._shape)
+        new = self._with_repeated_columns(self._quantized("weight", value, self._shape))
         with _EXCHANGE:
             self._hold(**self._format.parts(new), weight_prepacked=None)
             self._set_bound(bound_of(new))
@@ -316,6 +348,14 @@ class WeightModule(torch.nn.Module):
             raise ValueError(f"{name}: shape is {tuple(new.shape)}, must be {shape}")
         _checks.same_device(name, new._elements, device, "the layer")
         return new
+
+    def _with_repeated_columns(self, weight: Weight) -> Weight:
+        """A weight (n, k) as it is in memory: with the columns of residual channels again."""
+        channels = self.residual_channels
+        if channels is None:
+            return weight
+        with torch.inference_mode(False), torch.no_grad():
+            return repeated_columns(cast(NVFP4Tensor, weight), channels)
 
     def _requantized(self, weight: Tensor) -> Weight:
         """A float weight, or some rows of one, quantized; NVFP4 with the scaling and e4m3_max of this layer.
@@ -346,7 +386,8 @@ class WeightModule(torch.nn.Module):
     def reset_parameters(self) -> None:
         """Forget the weight: zeros everywhere, and ``forward`` raises until one is loaded."""
         if self._is_prepacked():  # the buffer keeps its address; zero bytes decode to 0
-            held = [t for t in (self.weight_prepacked, self.weight_amax, self.bias) if t is not None]
+            names = (PREPACKED, AMAX, RESIDUAL, "bias")
+            held = [t for t in map(self._buffers.get, names) if t is not None]
         else:
             held = [t for name, t in self._own_buffers().items() if name != BOUND]
         for buffer in held:
@@ -365,8 +406,14 @@ class WeightModule(torch.nn.Module):
                 f"{self._public}.from_quantized"
             )
 
-    def _adopt(self, weight: Weight, bias: Tensor | None) -> Self:
-        """Share the memory of ``weight``, copy the bias, and return the layer, which is a new one."""
+    def _adopt(self, weight: Weight, bias: Tensor | None, channels: Tensor | None = None) -> Self:
+        """Share the memory of ``weight``, copy the bias and the residual channels, and return the new layer.
+
+        With residual channels the layer has a weight of its own, which has more columns.
+        """
+        if channels is not None:
+            self._hold(**{RESIDUAL: channels.clone()})
+            weight = self._with_repeated_columns(weight)
         self._hold(
             **self._format.parts(weight),
             bias=None if bias is None else bias.detach().to(torch.float32, copy=True),
@@ -446,7 +493,8 @@ class WeightModule(torch.nn.Module):
     def _unprepacked(self) -> NVFP4Tensor:
         """Codes and block scales of the prepacked bytes, in new memory; with the amax of the layer."""
         data: Tensor = self._buffers[PREPACKED]  # type: ignore[assignment]
-        return unprepack(PrepackedTensor._trusted(data, self.weight_amax, self._shape, self._e4m3_max))
+        shape = self._held_shape
+        return unprepack(PrepackedTensor._trusted(data, self.weight_amax, shape, self._e4m3_max))
 
     def _hold_prepacked(self, fp8: bool, place: Tensor | None = None) -> None:
         """Prepack the weight, into the tensor ``place`` if that is given, and free codes and block scales.
@@ -555,7 +603,7 @@ class WeightModule(torch.nn.Module):
                 raise ValueError(f"{names[1]}: got {_checks.describe(bias)}, must be None: there is no bias")
             checked = check_bias(bias, *shape[:-1], device=device, name=names[1])
             parts["bias"] = checked.detach().to(torch.float32)
-        new = self._quantized(name, weight, shape)
+        new = self._with_repeated_columns(self._quantized(name, weight, shape))
         bound, made = bound_of(new), self._format.parts(new)
         if self._has_weight and bound != self._e4m3_max:
             raise ValueError(
@@ -594,7 +642,7 @@ class WeightModule(torch.nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         with _EXCHANGE:
-            weight, buffers = self.weight, self._buffers
+            weight, buffers = self._held_weight(), self._buffers
         # torch (2.13) writes float8 storages with plain pickle but cannot read them back; bytes it can.
         held = {name: buffer for name, buffer in buffers.items() if name != PREPACKED}
         held |= {
@@ -613,11 +661,11 @@ class WeightModule(torch.nn.Module):
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         with _EXCHANGE:
             if self.weight_prepacked is not None:
-                for name, part in self._format.parts(self.weight).items():
+                for name, part in self._format.parts(self._held_weight()).items():
                     destination[prefix + name] = part
             super()._save_to_state_dict(destination, prefix, keep_vars)
             if self.weight_prepacked is not None:  # copies too: a weight loaded later must not mix with them
-                for name in ("weight_amax", BOUND, "bias"):
+                for name in (AMAX, BOUND, RESIDUAL, "bias"):
                     if self._buffers.get(name) is not None:
                         destination[prefix + name] = destination[prefix + name].clone()
 
@@ -653,7 +701,9 @@ class WeightModule(torch.nn.Module):
             self._hold_canonical()
             if self._format.has_bound:
                 state_dict = with_bound(state_dict, prefix)
-            problems = checkpoint_problems(self._format, self._own_buffers(), state_dict, prefix)
+            problems = checkpoint_problems(
+                self._format, self._own_parts(), self._own_buffers(), state_dict, prefix
+            )
             if problems:  # all or nothing: codes never meet the scales of another weight
                 error_msgs.extend(problems)
             else:
@@ -706,6 +756,17 @@ def moved_dtype(fn: Callable[[Tensor], Tensor], dtype: torch.dtype) -> torch.dty
     return moved if moved in _checks.FLOAT_DTYPES else dtype
 
 
+def residual_problem(value: Tensor, k: int) -> str | None:
+    """Why these values are not residual channels of k inputs; None if they are. Synchronises on a GPU."""
+    if value.is_meta:
+        return None
+    try:
+        residual_values(RESIDUAL, value, k)
+    except ValueError as error:
+        return str(error).removeprefix(f"{RESIDUAL}: ")
+    return None
+
+
 def bound_problem(value: Any) -> str | None:
     """Why ``value`` is not a stored e4m3_max; None if it is one. Synchronises where it lies on a GPU."""
     if not isinstance(value, Tensor) or value.dtype is not torch.int32 or tuple(value.shape) != (1,):
@@ -727,9 +788,15 @@ def with_bound(state_dict: Mapping[str, Any], prefix: str) -> Mapping[str, Any]:
 
 
 def checkpoint_problems(
-    format: WeightFormat, own: Mapping[str, Tensor], state_dict: Mapping[str, Any], prefix: str
+    format: WeightFormat,
+    parts: Sequence[str],
+    own: Mapping[str, Tensor],
+    state_dict: Mapping[str, Any],
+    prefix: str,
 ) -> list[str]:
     """Why the entries under ``prefix`` cannot be the state of a layer with the buffers ``own``, a text each.
+
+    The buffers ``parts`` load together.
 
     torch itself compares shapes only and would cast another dtype: uint8 bytes that hold e4m3 scales, for
     instance, would become numbers from 0 to 255.
@@ -739,27 +806,37 @@ def checkpoint_problems(
             f"{prefix}weight: is the weight of a float layer, must be {', '.join(format.buffers)}; "
             "load it into a torch.nn.Linear and convert that with Linear.from_float"
         ]
-    together = [prefix + name for name in format.buffers]
+    together = [prefix + name for name in parts]
     missing = [key for key in together if key not in state_dict]
     if len(missing) == len(together):
         return []  # torch reports missing keys, if strict
     problems = [f"{key}: is missing, must come with the other parts of the weight" for key in missing]
     for name, buffer in own.items():
         if prefix + name in state_dict:
-            problem = buffer_problem(format, name, buffer, state_dict[prefix + name])
+            value = state_dict[prefix + name]
+            problem = buffer_problem(format, name, buffer, value)
+            if problem is None and name == RESIDUAL:
+                problem = residual_problem(value, 2 * own[CODES].shape[-1] - buffer.shape[0])
             problems += [] if problem is None else [f"{prefix}{name}: {problem}"]
     return problems
 
 
 def check_buffers(
-    format: WeightFormat, held: Mapping[str, Tensor | None], shape: tuple[int, ...], num_amax: int
+    format: WeightFormat,
+    held: Mapping[str, Tensor | None],
+    shape: tuple[int, ...],
+    num_amax: int,
+    num_residual: int = 0,
 ) -> None:
-    """Raise ValueError unless the buffers that other code has set fit a weight of this shape."""
+    """Raise ValueError unless the buffers that other code has set fit a weight of this shape in memory."""
     wanted = format.new_buffers(shape, num_amax, torch.device("meta"))
     wanted["bias"] = torch.empty(shape[:-1], dtype=torch.float32, device="meta")
+    wanted[RESIDUAL] = torch.empty(num_residual, dtype=torch.int32, device="meta")
     for name, expected in wanted.items():
         value = held.get(name)
         problem = None if value is None else buffer_problem(format, name, expected, value)
+        if problem is None and value is not None and name == RESIDUAL:
+            problem = residual_problem(value, shape[-1] - num_residual)
         if problem is not None:
             raise ValueError(
                 f"{name}: {problem}; the buffers of an {format.title} weight keep their dtypes, so load them "

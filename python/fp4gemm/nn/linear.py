@@ -27,8 +27,10 @@ from ._inputs import (
     InputGradient,
     Invariant,
     check_bias,
+    check_channels,
     check_linear,
     check_options,
+    check_residual_channels,
     check_weight_for,
     k_step,
     refuse_not_finite,
@@ -36,7 +38,7 @@ from ._inputs import (
     shared_input,
     with_recipe,
 )
-from ._weight import PREPACKED, WeightModule, version
+from ._weight import PREPACKED, RESIDUAL, WeightModule, version
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -129,6 +131,9 @@ class Linear(Invariant, WeightModule):
             ``fullgraph=True`` or a CUDA graph is captured, "raise" is refused; without ``fullgraph`` the
             layer runs outside of the compiled graph.
         use_fast_accum: only with activations "fp8"; as in :func:`fp4gemm.mm`.
+        residual_channels: r, the number of residual channels: inputs whose quantization errors are quantized
+            and multiplied too (:func:`fp4gemm.quantize`), which makes the product longer by r of k. 0, or a
+            multiple of 32 that is at most k. Only with activations "per-token" and "per-tensor".
 
     Attributes:
         batch_invariant: False; True selects the kernel without regard to the number of rows, as in
@@ -139,9 +144,11 @@ class Linear(Invariant, WeightModule):
         (ceil128(n), ceil4(k/16)), one scale per 16 of k, swizzled, pads zero. weight_amax: float32 (n,) or
         (1,). weight_e4m3_max: int32 (1,), the bound of the scales, 448 or 256. A checkpoint without it means
         448. weight_prepacked: uint8 (int8 with "fp8"), in place of codes and scales once they are prepacked.
-        bias: float32 (n,), or None. With "mxfp8" weight_codes is float8_e4m3fn (n, k), weight_scales
-        float8_e8m0fnu (ceil128(n), ceil4(k/32)), and there are no others but bias; with "mxfp8-mxfp4" the
-        codes are uint8 (n, k/2), and the scales those of "mxfp8".
+        bias: float32 (n,), or None. residual_channels: int32 (r,), the inputs, or None. With them k of the
+        buffers of the weight is in_features + r (:func:`fp4gemm.repeat_columns`), while ``weight`` is a copy
+        without the repeated columns, and a new weight has in_features columns. With "mxfp8" weight_codes is
+        float8_e4m3fn (n, k), weight_scales float8_e8m0fnu (ceil128(n), ceil4(k/32)), and there are no others
+        but bias; with "mxfp8-mxfp4" the codes are uint8 (n, k/2), and the scales those of "mxfp8".
         A state_dict has codes and scales in place of weight_prepacked. The buffers keep these dtypes under
         ``.half()``, ``.bfloat16()``, ``.to(dtype)``, which change ``weight.dtype`` alone.
 
@@ -165,6 +172,7 @@ class Linear(Invariant, WeightModule):
         weight_scaling: WeightScaling = "row",
         check_finite: CheckFinite = "off",
         use_fast_accum: bool = False,
+        residual_channels: int = 0,
     ) -> None:
         activations = check_options(activations, weight_scaling, check_finite, use_fast_accum)
         for name, what, size, step in (
@@ -177,8 +185,17 @@ class Linear(Invariant, WeightModule):
             raise TypeError(f"bias: got {_checks.describe(bias)}, must be a bool")
         if dtype is not None:
             _checks.is_float_dtype("dtype", dtype)
+        _checks.is_int("residual_channels", residual_channels, 0)
+        if residual_channels:
+            check_residual_channels(residual_channels, in_features, activations)
         super().__init__(
-            (out_features, in_features), bias, device, dtype, weight_scaling, INPUTS[activations].weights
+            (out_features, in_features),
+            bias,
+            device,
+            dtype,
+            weight_scaling,
+            INPUTS[activations].weights,
+            residual_channels,
         )
         self.activations = activations
         self.check_finite = check_finite
@@ -195,6 +212,7 @@ class Linear(Invariant, WeightModule):
         check_finite: CheckFinite = "off",
         use_fast_accum: bool = False,
         recipe: Recipe | None = None,
+        residual_channels: Tensor | None = None,
     ) -> Linear:
         """Quantize a float layer: W -> Q(W) on its device, bias -> float32. The float layer is not changed.
 
@@ -207,6 +225,8 @@ class Linear(Invariant, WeightModule):
             recipe: None, or activations, weight_scaling and method together, as
                 :meth:`fp4gemm.training.Recipe.for_inference` makes them. The layer keeps it, and
                 :meth:`update_` casts float weights by it.
+            residual_channels: None, or int32 (r,) on the device of the weight, distinct numbers from 0 to k -
+                1, as for :func:`fp4gemm.repeat_columns`; only with activations "per-token" and "per-tensor".
 
         Raises:
             TypeError, ValueError: for a layer that does not fit, naming what is wrong; also for weights that
@@ -218,6 +238,8 @@ class Linear(Invariant, WeightModule):
         activations, quantizer = with_recipe(recipe, activations, weight_scaling, method)
         activations = check_options(activations, weight_scaling, check_finite, use_fast_accum)
         check_linear(linear, activations)
+        if residual_channels is not None:
+            check_channels(residual_channels, linear.in_features, activations, linear.weight.device)
         # No inference tensors, which load_state_dict could not write outside of inference mode.
         with torch.inference_mode(False), torch.no_grad():
             quantized = quantizer(linear.weight.detach())
@@ -227,6 +249,7 @@ class Linear(Invariant, WeightModule):
                 activations=activations,
                 check_finite=check_finite,
                 use_fast_accum=use_fast_accum,
+                residual_channels=residual_channels,
             )
             layer.weight_recipe = recipe
         return layer.train(linear.training)
@@ -240,10 +263,13 @@ class Linear(Invariant, WeightModule):
         activations: LayerActivations = "per-token",
         check_finite: CheckFinite = "off",
         use_fast_accum: bool = False,
+        residual_channels: Tensor | None = None,
     ) -> Linear:
         """A layer around an NVFP4 weight (n, k), whose memory it shares, and a float bias (n,), copied.
 
-        ``dtype`` of the layer is ``weight.dtype``.
+        ``dtype`` of the layer is ``weight.dtype``. With residual_channels, as for :meth:`from_float`, the
+        layer has a copy of the weight with more columns: ``fp4gemm.repeat_columns(weight,
+        residual_channels)``.
 
         Raises:
             TypeError, ValueError: as for the class; also for a weight with groups or a rotation, and for a
@@ -252,6 +278,8 @@ class Linear(Invariant, WeightModule):
         weight = format_of(weight).check(weight)
         check_weight_for(weight, format_of(weight), check_options(activations, "row", "off"))
         n, k = weight.shape
+        if residual_channels is not None:
+            check_channels(residual_channels, k, activations, weight.device)
         if bias is not None:
             bias = check_bias(bias, n, device=weight.device)
         layer = cls(
@@ -263,8 +291,9 @@ class Linear(Invariant, WeightModule):
             activations=activations,
             check_finite=check_finite,
             use_fast_accum=use_fast_accum,
+            residual_channels=0 if residual_channels is None else residual_channels.shape[0],
         )
-        return layer._adopt(weight, bias)
+        return layer._adopt(weight, bias, residual_channels)
 
     def forward(self, x: Tensor | NVFP4Tensor | DecodedTensor | FP8Tensor, c: Tensor | None = None) -> Tensor:
         """``Q(x) @ Q(W).T + bias + c``; with activations "a16" ``x @ Q(W).T + bias + c``.
@@ -272,7 +301,8 @@ class Linear(Invariant, WeightModule):
         Args:
             x: bfloat16, float16 or float32 (..., k), any leading dimensions including none; strides are
                 free. Or an NVFP4Tensor or DecodedTensor (m, k), with activations "fp8" an FP8Tensor, which
-                was quantized before. A float32 x that is not quantized is rounded to bfloat16.
+                was quantized before; of a layer with residual channels it is (m, k + r). A float32 x that is
+                not quantized is rounded to bfloat16.
             c: None, or an addend (..., n) of the dtype of the result, such as a residual. The epilogue adds
                 it in float32, before the result is rounded.
 
@@ -300,7 +330,9 @@ class Linear(Invariant, WeightModule):
             arguments = self._known_arguments()
             if arguments is not None and x.dim() > 0 and x.size(-1) == self.in_features:
                 try:
-                    more = _SUMS[self._batch_invariant, self.use_fast_accum]
+                    more: dict[str, Any] = _SUMS[self._batch_invariant, self.use_fast_accum]
+                    if self.num_residual:
+                        more = {**more, RESIDUAL: self._buffers[RESIDUAL]}
                     if c is None:
                         result: Tensor = _LINEAR(x, *arguments, **more)
                     else:
@@ -317,13 +349,14 @@ class Linear(Invariant, WeightModule):
         fast = self._fast
         if fast is None:
             return None
-        name, data, scales, amax, bias, bound, written, arguments = fast
+        name, data, scales, amax, bias, channels, bound, written, arguments = fast
         held = self._buffers
         if (
             held.get(name) is data
             and held.get(SCALES) is scales
             and held.get(AMAX) is amax
             and held.get("bias") is bias
+            and held.get(RESIDUAL) is channels
             and held.get(BOUND) is bound
             and (bound is None or bound._version == written)
         ):
@@ -336,7 +369,7 @@ class Linear(Invariant, WeightModule):
         if terms.get("c") is not None:
             self._check_addend(x, terms["c"])
         if isinstance(x, (NVFP4Tensor, DecodedTensor, FP8Tensor)):
-            parts = shared_input(x, self.in_features, self._device, self.activations)
+            parts = shared_input(x, self._held_shape[-1], self._device, self.activations, self.num_residual)
             return self._multiply(parts, **terms, out_dtype=self.dtype)
         x = _checks.is_tensor("x", x)
         k = self.in_features
@@ -353,7 +386,7 @@ class Linear(Invariant, WeightModule):
         elif x.dtype is torch.float32:
             terms["out_dtype"] = x.dtype
             x = x.to(torch.bfloat16)  # no kernel multiplies float32 values
-        return self._multiply(x, scaling=scaling, **terms)
+        return self._multiply(x, scaling=scaling, residual_channels=self.residual_channels, **terms)
 
     def _check_addend(self, x: Tensor | NVFP4Tensor | DecodedTensor | FP8Tensor, c: object) -> None:
         is_tensor = isinstance(x, Tensor)
@@ -399,7 +432,7 @@ class Linear(Invariant, WeightModule):
         if _RULES and not self._batch_invariant:
             rows = x.reshape(-1, x.shape[-1]) if x.numel() else x.new_empty(0, x.shape[-1])
             dtype = terms.get("out_dtype", x.dtype)
-            n, k = self.out_features, self.in_features
+            n, k = self._held_shape
             is_gated = by_number[call.activation].is_gated
             kernel = selection.find(
                 rows, n, k, dtype, "dense", is_gated, formats, use_fast_accum=self.use_fast_accum
@@ -425,16 +458,21 @@ class Linear(Invariant, WeightModule):
         is_known = bound is None or written is not None
         if is_plain and is_tested and helps and is_known and not self._is_offloaded():
             arguments = call[1:9] if call.activation else call[1:8]  # from weight; others have their defaults
-            of_weight = (call.weight, call.weight_scales, call.weight_amax, call.bias)
+            channels = call.residual_channels
+            of_weight = (call.weight, call.weight_scales, call.weight_amax, call.bias, channels)
             name = PREPACKED if call.weight_rows else CODES
             self.__dict__["_fast"] = (name, *of_weight, bound, written, arguments)
 
     def _recorded(self, call: LinearCall) -> Tensor:
         """The product for autograd, with the copy of the weight that its backward multiplies by."""
-        how, k = self._input_gradient, self.in_features
+        how, k, num_residual = self._input_gradient, self.in_features, self.num_residual
         if how == "dequantized" or not call.x.requires_grad or torch.compiler.is_compiling():
             return recorded(call, how, k, None)
-        return recorded(call, how, k, self._held_transpose(call.weight_parts, transpose))
+
+        def make(w: OperandParts, k: int) -> OperandParts:
+            return transpose(w, k, num_residual)
+
+        return recorded(call, how, k, self._held_transpose(call.weight_parts, make))
 
     @property
     def input_gradient(self) -> InputGradient:
@@ -483,10 +521,11 @@ class Linear(Invariant, WeightModule):
     def extra_repr(self) -> str:
         finite = "" if self.check_finite == "off" else f", check_finite={self.check_finite!r}"
         sums = "".join(f", {name}=True" for name in _SUMS[self._batch_invariant, self.use_fast_accum])
+        residual = f", residual_channels={self.num_residual}" if self.num_residual else ""
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
             f"bias={self.bias is not None}, activations={self.activations!r}"
-            f"{self._shown_scaling}{finite}{sums}"
+            f"{self._shown_scaling}{residual}{finite}{sums}"
         )
 
 
@@ -508,8 +547,9 @@ def recorded(call: LinearCall, how: InputGradient, k: int, transposed: OperandPa
         dc = dy
 
     The quantization of x in forward is passed straight through: its derivative counts as 1, as if forward
-    had multiplied x itself. Nothing but references to the weight is saved for backward, which allocates W, or
-    Q(W^T) if ``transposed`` does not have it, while it runs. A second derivative is refused.
+    had multiplied x itself, so that W has none of the columns that residual channels repeat. Nothing but
+    references to the weight is saved for backward, which allocates W, or Q(W^T) if ``transposed`` does not
+    have it, while it runs. A second derivative is refused.
 
     Raises:
         NotImplementedError: x or c belongs to torch.func.grad or a relative of it.
@@ -529,9 +569,14 @@ def recorded(call: LinearCall, how: InputGradient, k: int, transposed: OperandPa
     return result
 
 
-def transpose(w: OperandParts, k: int) -> OperandParts:
-    """Q(W^T), (k, n), of a weight (n, k)."""
-    dense = format_of_parts(w).dense(w, k, torch.float32)
+def dense_weight(w: OperandParts, k: int, num_residual: int, dtype: torch.dtype) -> Tensor:
+    """The first k columns of a weight (n, k + num_residual)."""
+    return format_of_parts(w).dense(w, k + num_residual, dtype)[:, :k]
+
+
+def transpose(w: OperandParts, k: int, num_residual: int = 0) -> OperandParts:
+    """Q(W^T), (k, n), of the first k columns of a weight (n, k + num_residual)."""
+    dense = dense_weight(w, k, num_residual, torch.float32).contiguous()
     return OperandParts(*operators.quantize(dense, None, True, axis=0))
 
 
@@ -552,6 +597,8 @@ class _Recorded(torch.autograd.Function):
         ctx.is_transposed = t_codes is not None
         ctx.dtype = named.x.dtype
         ctx.how, ctx.k, ctx.rows, ctx.e4m3_max = how, k, named.weight_rows, named.weight_e4m3_max
+        channels = named.residual_channels
+        ctx.num_residual = 0 if channels is None else channels.shape[0]
         ctx.place_of_c = 5 + LinearCall._fields.index("c")
         y: Tensor = operators.linear(*call)
         return y
@@ -571,8 +618,9 @@ class _Recorded(torch.autograd.Function):
                 else:
                     w = OperandParts(data, scales, amax, ctx.e4m3_max, ctx.rows)
                     if ctx.how == "dequantized":
-                        dx = dy @ format_of_parts(w).dense(w, ctx.k, dy.dtype)
+                        dx = dy @ dense_weight(w, ctx.k, ctx.num_residual, dy.dtype)
                     else:
-                        dx = operators.linear(*LinearCall.of(dy.contiguous(), transpose(w, ctx.k)))
+                        of_t = transpose(w, ctx.k, ctx.num_residual)
+                        dx = operators.linear(*LinearCall.of(dy.contiguous(), of_t))
             gradients[5] = dx.to(ctx.dtype)
         return tuple(gradients)

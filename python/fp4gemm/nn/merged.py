@@ -78,7 +78,8 @@ class MergedLinear(Linear):
     def _checked_of_tokens(self, x: Tokens, data: Tensor, c: Tensor | None) -> Tensor:
         self._require_weight()
         device, activations = self._device, self.activations
-        parts = shared_input(x.quantized, self.in_features, device, activations)._replace(data=data)
+        k, num_residual = self._held_shape[-1], self.num_residual
+        parts = shared_input(x.quantized, k, device, activations, num_residual)._replace(data=data)
         return self._multiply(parts, c=c, out_dtype=x.dtype)
 
     def _epilogue(self) -> int:
@@ -280,11 +281,19 @@ def why_not_one_weight(layers: Sequence[Linear]) -> str:
     for name in ("in_features", "format_name", *options, "e4m3_max", "dtype", "training"):
         if any(getattr(layer, name) != getattr(first, name) for layer in layers):
             return f"their {name} differs"
+    if any(not _is_equal(layer.residual_channels, first.residual_channels) for layer in layers):
+        return "their residual_channels differ"
     if len({(layer._device, _execution_device(layer)) for layer in layers}) > 1:
         return "they are on several devices"
     if any(layer._is_offloaded() for layer in layers):
         return "their weights are offloaded"
     return ""
+
+
+def _is_equal(a: Tensor | None, b: Tensor | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    return a.device == b.device and torch.equal(a, b)
 
 
 def _execution_device(layer: Linear) -> str:
@@ -301,6 +310,7 @@ def layer_like(layer: Linear, weight: Weight, bias: Tensor | None) -> MergedLine
             activations=layer.activations,
             check_finite=layer.check_finite,
             use_fast_accum=layer.use_fast_accum,
+            residual_channels=layer.residual_channels,
         ),
     )
     made.batch_invariant = layer.batch_invariant

@@ -220,6 +220,8 @@ def _why_not_tokens(norm: torch.nn.Module, found: Sequence[Linear]) -> str:
             'the layers that read it do not have activations="per-token", without options of the cast, or '
             '"fp8", all of them the same'
         )
+    if any(layer.num_residual for layer in found):
+        return "a layer that reads it has residual channels, which no fused norm appends"
     if any(layer.check_finite != "off" for layer in found):
         return 'the layers that read it have check_finite="raise"'
     return ""

@@ -107,6 +107,10 @@ class WeightFormat:
         """The values (n, k) or (g, n, k) of a weight."""
         raise NotImplementedError
 
+    def columns(self, weight: Any, k: int) -> Any:
+        """The first k columns of a matrix; a copy. Only of a format with residual channels."""
+        raise NotImplementedError
+
     def rows(self, weight: Any, pick: slice) -> Any:
         """Rows of a matrix, as a matrix of its own; a copy."""
         raise NotImplementedError

@@ -63,6 +63,13 @@ class _NVFP4(WeightFormat):
             return values
         return self.of(codes, scales, w.amax, w.e4m3_max).dequantize(dtype)
 
+    def columns(self, weight: NVFP4Tensor, k: int) -> NVFP4Tensor:
+        scales = weight.compact_scales().view(torch.uint8)[:, : k // _checks.BLOCK].contiguous()
+        codes = weight.codes[:, : k // 2].clone(memory_format=torch.contiguous_format)
+        compact = scales.view(torch.float8_e4m3fn)
+        made = NVFP4Tensor._of_compact(codes, compact, weight.amax, weight.e4m3_max)
+        return made._stamped(weight.dtype)
+
     def rows(self, weight: NVFP4Tensor, pick: slice) -> NVFP4Tensor:
         scales = weight.compact_scales().view(torch.uint8)[pick].view(torch.float8_e4m3fn)
         amax = weight.amax if weight.amax.numel() == 1 else weight.amax[pick].clone()
