@@ -28,9 +28,10 @@ CASTS = (
 )
 
 
+@pytest.mark.parametrize("residual", [0, 32], ids=["plain", "residual"])
 @pytest.mark.parametrize("dtype", FLOATS, ids=short)
 @pytest.mark.parametrize("activations", CASTS)
-def test_a_dense_product(session: Session, activations: str, dtype: torch.dtype) -> None:
+def test_a_dense_product(session: Session, activations: str, dtype: torch.dtype, residual: int) -> None:
     gen = torch.Generator().manual_seed(1)
     m, n, k = 37, 64, 96
     x = make("row_ranges", m, k, dtype, gen)
@@ -40,13 +41,18 @@ def test_a_dense_product(session: Session, activations: str, dtype: torch.dtype)
     assert kind.scaling is not None
     cast = checked_input(kind.scaling)
     scaling: Any = "row" if kind.kind == "per-token" else "tensor"
-    want = fp4gemm.mm(fp4gemm.quantize(x, scaling=scaling, **dict(kind.options)), w, bias=bias)
+    options: dict[str, Any] = {"scaling": scaling, **dict(kind.options)}
+    channels = None
+    if residual:
+        channels = options["residual_channels"] = torch.randperm(k, generator=gen)[:residual].to(torch.int32)
+        w = fp4gemm.repeat_columns(w, channels)
+    want = fp4gemm.mm(fp4gemm.quantize(x, **options), w, bias=bias)
 
     def build(memory: Memory) -> tuple[object, ...]:
         args = capi.GemmArgs(
             m=m,
             n=n,
-            k=k,
+            k=k + residual,
             a=capi.Operand(memory.put(x), None, FORMATS[dtype]),
             b=capi.Operand(memory.put(w.codes), memory.put(w.scales), capi.FORMAT_NVFP4),
             alpha_col=capi.Vector(memory.put(w.amax), n),
@@ -56,9 +62,16 @@ def test_a_dense_product(session: Session, activations: str, dtype: torch.dtype)
             d_row_stride=n,
             quantize_a=cast.scaling,
         )
-        options = capi.Cast(cast.encode, cast.four_over_six, int(cast.fast_error), cast.e4m3_max)
+        made = capi.Cast(
+            cast.encode,
+            cast.four_over_six,
+            int(cast.fast_error),
+            cast.e4m3_max,
+            memory.put(channels),
+            residual,
+        )
         num_bytes, library = ctypes.c_size_t(), session.library
-        assert library.fp4gemm_gemm_with_cast_workspace_bytes(args, options, 0, num_bytes) == capi.SUCCESS
-        return args, options, *memory.workspace(num_bytes.value)
+        assert library.fp4gemm_gemm_with_cast_workspace_bytes(args, made, 0, num_bytes) == capi.SUCCESS
+        return args, made, *memory.workspace(num_bytes.value)
 
     check(session, "gemm_with_cast", build, SCHEDULES[2:4])

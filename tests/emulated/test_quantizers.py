@@ -10,6 +10,7 @@ import pytest
 import torch
 from calls import FEW_SCHEDULES, Memory, check, parts_out, rows_in
 from fp4gemm import layout, reference
+from fp4gemm.reference import nvfp4
 from helpers import KINDS, make, short
 from modes import EDEN, FEW, GROUPED_MODES, MODES, Mode, by_name, expected
 from session import ARCHS, SCHEDULES, Session, Sessions
@@ -40,6 +41,7 @@ def check_quantize(
     given: Tensor | None = None,
     offs: Tensor | None = None,
     rows: Tensor | None = None,
+    channels: Tensor | None = None,
 ) -> None:
     """Compares the sides of fp4gemm_quantize with what is wanted.
 
@@ -47,6 +49,7 @@ def check_quantize(
         row, column: codes, scales and amax, or decoded values and amax; None: that side is not computed.
         given: the amax of the side, which then is not written.
         offs, rows: the ends of groups, and the rows of x that are gathered.
+        channels: residual channels.
     """
     options = mode.operator()
 
@@ -61,6 +64,8 @@ def check_quantize(
             num_groups=0 if offs is None else offs.numel(),
             x_rows=memory.put(rows),
             x_num_rows=0 if rows is None else x.shape[0],
+            residual_channels=memory.put(channels),
+            num_residual_channels=0 if channels is None else channels.numel(),
             **{name: options[name] for name in SAME_NAMES},
             **rows_in(memory, x),
         )
@@ -124,6 +129,58 @@ def test_row_shapes(session: Session, m: int, k: int, dtype: torch.dtype) -> Non
 def test_long_rows(session: Session, mode: Mode, k: int) -> None:
     x = torch.randn(3, k, generator=torch.Generator().manual_seed(k)).to(torch.bfloat16)
     check_quantize(session, x, mode, SCHEDULES[2:3], row=expected(x, mode))
+
+
+# The modes of residual channels.
+RESIDUAL = [
+    m
+    for m in MODES
+    if m.name in ("row-te-plain", "tensor-te-plain", "row-te_per_token-plain", "tensor-1x16-mse-fast-448")
+    or m.name == "row-1x16-mae-exact-256"
+]
+
+
+def check_residual(
+    session: Session, x: Tensor, mode: Mode, r: int, schedules: Sequence[dict[str, object]] = FEW_SCHEDULES
+) -> None:
+    """Codes and scales, then decoded values, of x with residual channels."""
+    c = torch.randperm(x.shape[1], generator=torch.Generator().manual_seed(r))[:r].to(torch.int32)
+    options = {name: value for name, value in mode.operator().items() if name != "block_rows"}
+    row = reference.quantize(x, None, residual_channels=c, **options)
+    check_quantize(session, x, mode, schedules, row=row, channels=c)
+    decoded = reference.quantize_decoded(x, None, residual_channels=c, **options)
+    check_quantize(session, x, mode, schedules, row=decoded, channels=c)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=short)
+@pytest.mark.parametrize("mode", RESIDUAL, ids=by_name)
+def test_residual_channels(session: Session, mode: Mode, dtype: torch.dtype) -> None:
+    check_residual(session, rows_of_every_kind(dtype), mode, 32)
+    check_residual(session, rows_of_every_kind(dtype, 5, 64), mode, 64, SCHEDULES[2:3])
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=short)
+@pytest.mark.parametrize(
+    ("m", "k"), [(1, 32), (5, 528), (2, 2064), (1, 8208), (130, 96), (48, 2064), (48, 8208)]
+)
+def test_shapes_with_residual_channels(session: Session, m: int, k: int, dtype: torch.dtype) -> None:
+    x = torch.randn(m, k, generator=torch.Generator().manual_seed(k)).to(dtype)
+    check_residual(session, x, TE, 32, SCHEDULES[2:3])
+
+
+@pytest.mark.parametrize("k", [528, 2064, 4112, 8208])
+@pytest.mark.parametrize("mode", RESIDUAL[1:], ids=by_name)
+def test_long_rows_with_residual_channels(session: Session, mode: Mode, k: int) -> None:
+    x = torch.randn(3, k, generator=torch.Generator().manual_seed(k)).to(torch.bfloat16)
+    check_residual(session, x, mode, 96, SCHEDULES[2:3])
+
+
+def test_residual_channels_outside_of_x(session: Session) -> None:
+    """The error of a number outside of x is 0, and no memory outside of x is read."""
+    x, c = rows_of_every_kind(torch.bfloat16), torch.arange(7, 39, dtype=torch.int32)
+    c[1], c[5], c[20], c[31] = -1, K, 2**31 - 1, -(2**31)
+    given = nvfp4.Quantization(x, None, True, residual_channels=c)
+    check_quantize(session, x, TE, row=nvfp4.quantize(given), channels=c)
 
 
 @pytest.mark.parametrize("mode", [m for m in GROUPED_MODES if m in FEW], ids=by_name)

@@ -131,7 +131,27 @@ BAD_CASTS: dict[str, tuple[dict[str, Any], tuple[int, ...] | None, str]] = {
     "rows": (
         {"a_rows": ADDRESS, "a_num_rows": 4},
         (0, 1, 0, 448),
-        "a_rows: is given, must be null with cast.encode or cast.four_over_six",
+        "a_rows: is given, must be null with cast.encode, cast.four_over_six or cast.residual_channels",
+    ),
+    "step of channels": (
+        {},
+        (0, 0, 0, 448, ADDRESS, 16),
+        "cast.num_residual_channels: is 16, must be a multiple of 32 and at most half of k, 64",
+    ),
+    "number of channels": (
+        {},
+        (0, 0, 0, 448, ADDRESS, 64),
+        "cast.num_residual_channels: is 64, must be a multiple of 32 and at most half of k, 64",
+    ),
+    "channels without a cast": (
+        {"quantize_a": 0, "a": Operand(ADDRESS, ADDRESS, FORMAT_NVFP4)},
+        (0, 0, 0, 448, ADDRESS, 32),
+        "quantize_a: is 0, must be FP4GEMM_QUANTIZE_A_ROW or ",
+    ),
+    "channels of groups": (
+        {"num_groups": 2, "offs": ADDRESS},
+        (0, 0, 0, 448, ADDRESS, 32),
+        "cast.num_residual_channels: is 32, must be 0 in a grouped GEMM",
     ),
 }
 

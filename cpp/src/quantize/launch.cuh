@@ -46,6 +46,8 @@ void launch_rows_gathered(RowLaunch const& launch);
 void launch_rows_variant(RowLaunch const& launch);
 void launch_rows_hadamard(RowLaunch const& launch, fp4gemm_hadamard_t hadamard);
 void launch_rows_four_over_six(RowLaunch const& launch);
+/// Appends the errors of params.channels; params.num_words counts their scales too.
+void launch_rows_residual(RowLaunch const& launch, bool four_over_six);
 
 /// The arguments of all launches along columns.
 struct TileLaunch {

@@ -112,9 +112,6 @@ int64_t const* state_of_signs(fp4gemm_quantize_args_t const& args) {
 fp4gemm_status_t launch_along_rows(fp4gemm_quantize_args_t const& args, DeviceProperties const& properties,
                                    cudaStream_t stream) {
   fp4gemm_quantized_t const& out = args.row;
-  if (args.residual_channels != nullptr) {
-    return fail(FP4GEMM_ERROR_NOT_SUPPORTED, "residual_channels: is given, must be null: no kernel has them");
-  }
   bool const per_row = args.scaling == FP4GEMM_SCALING_ROW;
   Input input{args.x, args.x_row_stride};
   input.signs = sign_masks(args.hadamard_signs, args.x_dtype);
@@ -154,7 +151,13 @@ fp4gemm_status_t launch_along_rows(fp4gemm_quantize_args_t const& args, DevicePr
     params.amax_in = out.amax;
     params.amax = nullptr;
   }
-  if (args.four_over_six != FP4GEMM_FOUR_OVER_SIX_NONE) {
+  bool const four_over_six = args.four_over_six != FP4GEMM_FOUR_OVER_SIX_NONE;
+  if (args.residual_channels != nullptr) {
+    params.channels = args.residual_channels;
+    params.num_residual_blocks = args.num_residual_channels / kBlock;
+    params.num_words = num_words_of(params.num_blocks + params.num_residual_blocks);
+    launch_rows_residual(launch, four_over_six);
+  } else if (four_over_six) {
     launch_rows_four_over_six(launch);
   } else if (out.hadamard != FP4GEMM_HADAMARD_NONE) {
     launch_rows_hadamard(launch, out.hadamard);

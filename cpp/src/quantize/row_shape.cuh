@@ -30,6 +30,8 @@ struct RowParams {
   AmaxAt amax_at;
   Groups groups;
   CastOptions cast;
+  int const* channels = nullptr;  // kResidual: the columns of x whose errors are appended, on the device
+  int num_residual_blocks = 0;    // kResidual: a sixteenth of their number; even
 };
 
 /// How a row gets the amax that it is scaled by.
@@ -57,8 +59,9 @@ enum class Cover {
 /// @tparam kThreadsPerRow_ Threads that share a row: 32, where each of the CTA's four warps has a row of its
 ///     own, or 128 and more, where the whole CTA shares a row and quantizes its rows one after the other.
 /// @tparam kBlocksPerThread_ Blocks of a turn that a thread holds.
+/// @tparam kResidual_ Whether the errors of RowParams::channels are appended to each row of the result.
 template <Amax kAmax_, Cover kCover_, bool kGrouped_, bool kLooped_, int kThreadsPerRow_,
-          int kBlocksPerThread_>
+          int kBlocksPerThread_, bool kResidual_ = false>
 struct RowShape {
   static constexpr Amax kAmax = kAmax_;
   static constexpr Cover kCover = kCover_;
@@ -66,6 +69,7 @@ struct RowShape {
   static constexpr bool kLooped = kLooped_;
   static constexpr int kThreadsPerRow = kThreadsPerRow_;
   static constexpr int kBlocksPerThread = kBlocksPerThread_;
+  static constexpr bool kResidual = kResidual_;
   static_assert(kThreadsPerRow == 32 || kThreadsPerRow >= 128,
                 "a row is shared by one warp, or by a CTA of four warps or more");
 
@@ -83,7 +87,7 @@ template <class Loader, class Shape>
 constexpr int min_ctas() {
   constexpr bool kIsFloat = sizeof(typename Loader::Element) == 4;
   constexpr bool kNeedsRegisters =
-      Loader::kIsNorm ||
+      Loader::kIsNorm || Shape::kResidual ||
       (kIsFloat ? Shape::kGrouped || Shape::kBlocksPerThread > 1 : Shape::kGrouped && Shape::kLooped);
   return (kNeedsRegisters ? 768 : 1024) / Shape::kThreads;
 }

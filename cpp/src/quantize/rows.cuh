@@ -52,6 +52,19 @@ struct RowOutput {
     }
   }
 
+  /// Writes block number `block` of the row, which may be one of another thread.
+  __device__ void store_block(int block, QuantizedBlock const& quantized) const {
+    int64_t const offset = block - thread;
+    if (is_decoded) {
+      uint4* const target = reinterpret_cast<uint4*>(values) + 2 * offset;
+      target[0] = decode_eight(quantized.codes.x, quantized.scale);
+      target[1] = decode_eight(quantized.codes.y, quantized.scale);
+      return;
+    }
+    reinterpret_cast<uint2*>(values)[offset] = quantized.codes;
+    scales[scale_step * (block / 4 - thread / 4) + (block % 4 - thread % 4)] = quantized.scale;
+  }
+
   /// Writes zeros as the scales of a row of padding.
   template <class Shape>
   __device__ void store_padding() const {
@@ -224,6 +237,66 @@ __device__ void quantize_irregular_row(Loader const& loader, AnyCast const& cast
   }
 }
 
+/// Quantizes a block of any numbers.
+template <class AnyCast, class T>
+__device__ QuantizedBlock quantize_any(AnyCast const& cast, Block<T> const& block) {
+  QuantizedBlock quantized;
+  cast.quantize(without_nan(block), Block<T>::from_bits(amax_bits_ignoring_nan(block)), 0, quantized);
+  return quantized;
+}
+
+/// The error of column `channel` of a row, x - q * ((s * A) * (1 / 6B)), or 0 outside of x. The block of the
+/// column is quantized again, since another thread has done it.
+///
+/// @param inverse 1 / 6B.
+template <class Loader, class AnyCast>
+__device__ float error_of(RowParams const& p, Loader const& loader, AnyCast const& cast, float outer_amax,
+                          float inverse, int thread, int channel) {
+  if (channel < 0 || channel >= kBlock * p.num_blocks) {
+    return 0.0f;
+  }
+  int const offset = channel / kBlock - thread;
+  int const i = channel % kBlock;
+  QuantizedBlock const quantized = quantize_any(cast, loader.load(offset));
+  uint32_t const codes = i < kBlock / 2 ? quantized.codes.x : quantized.codes.y;
+  float const q = __low2float(decode_e2m1_pair(codes >> (4 * (i % 8)) & 15u));
+  float const factor = __fmul_rn(__fmul_rn(e4m3_to_float(quantized.scale), outer_amax), inverse);
+  // From memory: no index of registers is known at run time only.
+  return __fsub_rn(static_cast<float>(loader.elements(offset)[i]), __fmul_rn(q, factor));
+}
+
+/// Quantizes the errors of p.channels and stores them behind the blocks of x. Half a warp has a block: each
+/// lane finds one error, and all 16 quantize the same block, which the first one stores. All threads of the
+/// row must call it.
+template <class Loader, class AnyCast, class Shape>
+__device__ void append_errors(RowParams const& p, Loader const& loader, AnyCast const& cast, float outer_amax,
+                              RowOutput const& out) {
+  constexpr int kHalfWarps = Shape::kThreadsPerRow / kBlock;
+  // The zero padding of the scales covers the scales that are written here, and is written before.
+  if constexpr (Shape::kWarpRows) {
+    __syncwarp();
+  } else {
+    __syncthreads();
+  }
+  float const inverse = __frcp_rn(6.0f * p.cast.e4m3_max);
+  int const lane = out.thread % 32;
+  // The number of blocks is even, so that both halves of a warp have one or none.
+#pragma unroll 1
+  for (int b = out.thread / kBlock; b < p.num_residual_blocks; b += kHalfWarps) {
+    int const channel = load_after_wait(p.channels + b * kBlock + lane % kBlock);
+    float const error = error_of(p, loader, cast, outer_amax, inverse, out.thread, channel);
+    Block<float> errors;
+#pragma unroll
+    for (int j = 0; j < kBlock; ++j) {
+      errors.words[j] = __float_as_uint(__shfl_sync(0xFFFFFFFFu, error, (lane & kBlock) + j));
+    }
+    QuantizedBlock const quantized = quantize_any(cast, errors);
+    if (lane % kBlock == 0) {
+      out.store_block(p.num_blocks + b, quantized);
+    }
+  }
+}
+
 /// Writes codes and amaxes of zero for rows behind the last group: `count` of them from number `index` on.
 /// The CTAs of a launch cover at least as many rows as x has, so that together they write all that there are.
 __device__ inline void zero_rows_outside_groups(RowParams const& p, int64_t index, int count) {
@@ -298,7 +371,8 @@ __global__ void __launch_bounds__(Shape::kThreads, min_ctas<Loader, Shape>()) qu
     int const of_quad = Shape::kWarpRows ? static_cast<int>(threadIdx.x / 32) : round;
     int const in_tile = first_in_tile + of_quad * Shape::kRowStep;
     int64_t const row = rows.first + in_tile;
-    int64_t const first_block = row * p.num_blocks + thread;
+    int64_t const row_blocks = p.num_blocks + (Shape::kResidual ? p.num_residual_blocks : 0);
+    int64_t const first_block = row * row_blocks + thread;
     bool const is_decoded = p.decoded != nullptr;
     RowOutput const out{
         thread,
@@ -349,6 +423,10 @@ __global__ void __launch_bounds__(Shape::kThreads, min_ctas<Loader, Shape>()) qu
     } else {
       Cast const cast(p.cast, shared, outer_amax);
       quantize_regular_row<Loader, Cast, Shape>(loader, cast, out, first_block, num_turns, turn);
+    }
+    if constexpr (Shape::kResidual) {
+      AnyCast const cast(p.cast, any_shared, outer_amax);
+      append_errors<Loader, AnyCast, Shape>(p, loader, cast, outer_amax, out);
     }
   }
 

@@ -52,6 +52,14 @@ def _cast(dtype: torch.dtype, per_row: bool, **options: int | float | bool) -> C
     return lambda device: operators.quantize(_input(dtype, device), None, per_row, **options)
 
 
+def _residual(dtype: torch.dtype, per_row: bool, **options: int | float | bool) -> Call:
+    """A call of the operator ``quantize`` with residual channels."""
+    channels = torch.arange(3, 3 + 2 * 64, 2, dtype=torch.int32)
+    return lambda device: operators.quantize(
+        _input(dtype, device), None, per_row, residual_channels=channels.to(device), **options
+    )
+
+
 def _stochastic(device: torch.device) -> Any:
     state = torch.tensor([SEED, 7], device=device)
     return operators.quantize(_input(torch.bfloat16, device), None, True, rng_state=state)
@@ -125,6 +133,8 @@ _CALLS: dict[str, Call] = {
     "quantize, blocks of 16x16": _cast(_BF16, False, block_rows=16),
     "quantize, te_per_token": _cast(_BF16, True, encode=1),
     "quantize, four over six": _cast(_BF16, True, four_over_six=1, e4m3_max=256),
+    "quantize, residual channels": _residual(_BF16, True),
+    "quantize, residual channels, four over six": _residual(_BF16, False, four_over_six=1, e4m3_max=256),
     "quantize, Hadamard": _cast(_BF16, True, hadamard=1, signs=SIGNS),
     "quantize, stochastic": _stochastic,
     "quantize, eden": lambda device: _eden(device, -1),
