@@ -80,6 +80,8 @@ class QuantizeArgs(Args):
         ("num_groups", c_int),
         ("x_rows", c_void_p),
         ("x_num_rows", c_int64),
+        ("residual_channels", c_void_p),
+        ("num_residual_channels", c_int),
     ]
 
     def __init__(self, **fields: object) -> None:

@@ -164,6 +164,10 @@ BAD_EXPERTS: list[tuple[dict[str, Any], str]] = [
     ({"cast": capi.Cast(e4m3_max=256)}, "cast.e4m3_max: is 256, must be 448, or 256 with four_over_six"),
     ({"cast": capi.Cast()}, "cast.e4m3_max: is 0, must be 448, or 256 with four_over_six"),
     ({"cast": capi.Cast(fast_error=1, e4m3_max=448)}, "cast.fast_error: is 1, must be 0, or 1 with four"),
+    (
+        {"cast": capi.Cast(0, 0, 0, 448, 1 << 20, 32)},
+        "cast.num_residual_channels: is 32, must be 0 for experts",
+    ),
     ({"cast": capi.Cast(1, 2, 0, 256)}, "cast.encode: is 1, must be FP4GEMM_ENCODE_TE with four_over_six"),
     (
         {"cast": capi.Cast(1, 0, 0, 448), **FP8},
