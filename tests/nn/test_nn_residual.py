@@ -309,7 +309,20 @@ def test_assigned_weights() -> None:
     new = fp4gemm.quantize(torch.randn(N, K))
     layer.weight = new
     assert same_bits(layer(x), by_parts(layer, new, x))
-    layer.unprepacked = True  # any attribute makes the next call go through the checks
+    layer.other = True  # type: ignore[assignment]  # any attribute makes the next call go through the checks
+    assert same_bits(layer(x), by_parts(layer, new, x))
+
+
+def test_a_weight_needs_channels() -> None:
+    layer, new = nn.Linear(K, N, residual_channels=R), fp4gemm.quantize(torch.randn(N, K))
+    for set_weight in (layer.update_, lambda w: setattr(layer, "weight", w)):
+        with pytest.raises(
+            ValueError, match=r"^residual_channels: has the value 0 more than once, .*; load a"
+        ):
+            set_weight(new)
+    layer.residual_channels = channels()  # type: ignore[misc]
+    layer.weight = new
+    x = torch.randn(3, K)
     assert same_bits(layer(x), by_parts(layer, new, x))
 
 

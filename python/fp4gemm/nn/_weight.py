@@ -350,10 +350,17 @@ class WeightModule(torch.nn.Module):
         return new
 
     def _with_repeated_columns(self, weight: Weight) -> Weight:
-        """A weight (n, k) as it is in memory: with the columns of residual channels again."""
+        """A weight (n, k) as it is in memory: with the columns of residual channels again.
+
+        Raises ValueError if the layer has residual channels that were not set yet.
+        """
         channels = self.residual_channels
         if channels is None:
             return weight
+        if not self._has_weight:  # else they were checked with the weight
+            problem = residual_problem(channels, self.in_features)
+            if problem is not None:
+                raise ValueError(f"{RESIDUAL}: {problem}; load a checkpoint, or make the layer with them")
         with torch.inference_mode(False), torch.no_grad():
             return repeated_columns(cast(NVFP4Tensor, weight), channels)
 

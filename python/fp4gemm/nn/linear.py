@@ -301,8 +301,8 @@ class Linear(Invariant, WeightModule):
         Args:
             x: bfloat16, float16 or float32 (..., k), any leading dimensions including none; strides are
                 free. Or an NVFP4Tensor or DecodedTensor (m, k), with activations "fp8" an FP8Tensor, which
-                was quantized before; of a layer with residual channels it is (m, k + r). A float32 x that is
-                not quantized is rounded to bfloat16.
+                was quantized before; of a layer with residual channels it is (m, k + r), quantized with
+                these channels. A float32 x that is not quantized is rounded to bfloat16.
             c: None, or an addend (..., n) of the dtype of the result, such as a residual. The epilogue adds
                 it in float32, before the result is rounded.
 
