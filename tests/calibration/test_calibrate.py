@@ -11,7 +11,8 @@ import torch
 from fp4gemm.calibration import Statistics
 from torch import Tensor
 
-PARTS = ("num_tokens", "mean_square", "second_moment")
+PARTS = ("num_tokens", "mean_square", "second_moment", "quantization_error")
+EVERYTHING = {"second_moment": True, "quantization_error": True}
 
 
 class Block(torch.nn.Module):
@@ -54,9 +55,8 @@ BATCHES: list[Any] = [
 
 
 def same(a: Statistics, b: Statistics) -> bool:
-    return list(a) == list(b) and all(
-        torch.equal(getattr(a[n], p), getattr(b[n], p)) for n in a for p in PARTS
-    )
+    pairs = [(getattr(a[n], p), getattr(b[n], p)) for n in a for p in PARTS] if list(a) == list(b) else []
+    return bool(pairs) and all(x is y is None or torch.equal(x, y) for x, y in pairs)
 
 
 def inputs_of(model: torch.nn.Module, name: str, batches: list[Any]) -> Tensor:
@@ -74,7 +74,7 @@ def inputs_of(model: torch.nn.Module, name: str, batches: list[Any]) -> Tensor:
 
 def test_moments_of_every_layer(model: Model) -> None:
     model.train()
-    made = fp4gemm.calibrate(model, BATCHES, second_moment=True)
+    made = fp4gemm.calibrate(model, BATCHES, **EVERYTHING)
     assert all(m.training for m in model.modules())
     assert list(made) == [f"layers.{i}.{name}" for i in range(3) for name in ("gate", "up", "down")]
     for name in made:
@@ -82,19 +82,22 @@ def test_moments_of_every_layer(model: Model) -> None:
         assert made[name].num_tokens == x.shape[0] == 57
         assert torch.allclose(made[name].mean_square.double(), x.square().mean(0), rtol=1e-5)
         assert torch.allclose(made[name].second_moment.double(), x.T @ x / 57, rtol=1e-4, atol=1e-5)
+        error = x - fp4gemm.quantize(x.float()).dequantize(torch.float32)
+        assert torch.allclose(made[name].quantization_error.double(), error.square().mean(0), rtol=1e-5)
     plain = fp4gemm.calibrate(model, BATCHES)
     assert not plain.has_moments
+    assert all(plain[name].quantization_error is None for name in plain)
     assert all(torch.equal(plain[name].mean_square, made[name].mean_square) for name in made)
 
 
 def test_block_by_block_gives_the_same_bits(model: Model) -> None:
     steps: list[Any] = []
-    made = fp4gemm.calibrate(model, BATCHES, second_moment=True)
+    made = fp4gemm.calibrate(model, BATCHES, **EVERYTHING)
     walked = fp4gemm.calibrate(
-        model, BATCHES, second_moment=True, sequential=True, device="cpu", progress=lambda *s: steps.append(s)
+        model, BATCHES, sequential=True, device="cpu", progress=lambda *s: steps.append(s), **EVERYTHING
     )
     assert same(made, walked)
-    assert same(made, fp4gemm.calibrate(model, iter(BATCHES), second_moment=True))
+    assert same(made, fp4gemm.calibrate(model, iter(BATCHES), **EVERYTHING))
     assert steps == [(i + 1, 3, f"layers.{i}") for i in range(3)]
     assert not any("forward" in vars(m) or m._forward_pre_hooks for m in model.modules())
 

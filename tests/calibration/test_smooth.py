@@ -69,6 +69,14 @@ def test_the_model_keeps_its_bits(dtype: torch.dtype) -> None:
     assert ratio < 0.8
 
 
+def test_errors_of_inputs_that_change_are_dropped() -> None:
+    model, x = made()
+    known = fp4gemm.calibrate(model, [x], quantization_error=True)
+    smoothed = fp4gemm.models.smooth(model, known, x)
+    kept = {name for name, layer in smoothed.items() if layer.quantization_error is not None}
+    assert kept == {"0.v_proj", "1.v_proj"}  # which read x itself
+
+
 def test_nvfp4_loses_less() -> None:
     model, x = made()
     want, known = model(x), fp4gemm.calibrate(model, [x])

@@ -17,7 +17,8 @@ COUNT, SQUARE, MOMENT = torch.tensor(7), torch.arange(32.0), torch.eye(32)
 
 def two() -> Statistics:
     experts = InputStatistics(torch.tensor([3, 0]), torch.rand(2, 16), torch.rand(2, 16, 16))
-    return Statistics({"model.fc": InputStatistics(COUNT, SQUARE, MOMENT), "experts.w13": experts})
+    layer = InputStatistics(COUNT, SQUARE, MOMENT, SQUARE / 100)
+    return Statistics({"model.fc": layer, "experts.w13": experts})
 
 
 def test_a_file_holds_all_bits(tmp_path: Path) -> None:
@@ -26,8 +27,10 @@ def test_a_file_holds_all_bits(tmp_path: Path) -> None:
     back = Statistics.load(tmp_path / "a.safetensors")
     assert set(back) == set(made)
     for name, layer in made.items():
-        for part in ("num_tokens", "mean_square", "second_moment"):
-            assert torch.equal(getattr(back[name], part), getattr(layer, part))
+        for part in ("num_tokens", "mean_square", "second_moment", "quantization_error"):
+            a, b = getattr(back[name], part), getattr(layer, part)
+            assert a is b is None or torch.equal(a, b)
+    assert back["experts.w13"].quantization_error is None
     back.save(tmp_path / "b.safetensors")
     assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.safetensors", "b.safetensors"]
@@ -53,6 +56,18 @@ BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "moment": (
         lambda: InputStatistics(COUNT, SQUARE, MOMENT[:1]), ValueError,
         "second_moment: shape is (1, 32), must be (32, 32) as of mean_square",
+    ),
+    "error-dtype": (
+        lambda: InputStatistics(COUNT, SQUARE, None, SQUARE.double()), TypeError,
+        "quantization_error: dtype is torch.float64, must be torch.float32",
+    ),
+    "error-shape": (
+        lambda: InputStatistics(COUNT, SQUARE, None, SQUARE[:16]), ValueError,
+        "quantization_error: shape is (16,), must be (32,)",
+    ),
+    "error-experts": (
+        lambda: InputStatistics(COUNT.view(1), SQUARE.view(1, 32), None, SQUARE), ValueError,
+        "quantization_error: is given for experts, must be None",
     ),
     "layers": (lambda: Statistics([1]), TypeError, "layers: got [1] (list), must be a mapping"),
     "key": (lambda: Statistics({1: two()["model.fc"]}), TypeError, "layers: a key is 1 (int), must be a str"),
@@ -81,7 +96,10 @@ def test_bad_files(tmp_path: Path) -> None:
         Statistics.load(path)
     for tensors, text in (
         ({"fc.mean_square": SQUARE}, "'fc' has no num_tokens"),
-        ({"fc.amax": SQUARE}, "holds 'fc.amax', must end in num_tokens, mean_square or second_moment"),
+        (
+            {"fc.amax": SQUARE},
+            "holds 'fc.amax', must end in num_tokens, mean_square, second_moment or quantization_error",
+        ),
         ({"fc.mean_square": SQUARE, "fc.num_tokens": 2 * SQUARE}, "'fc': num_tokens: dtype is torch.float32"),
     ):
         save_file(tensors, path, metadata={"format": "fp4gemm calibration 1"})

@@ -62,6 +62,7 @@ add(
     batches=[ones(3, 64) * torch.nan],
 )
 add("second_moment", TYPE, "got 1 (int), must be True or False", second_moment=1)
+add("quantization_error", TYPE, "got 1 (int), must be True or False", quantization_error=1)
 add("sequential", TYPE, "got 'auto' (str), must be True or False", sequential="auto")
 add("sequential-model", VALUE, "has no torch.nn.ModuleList of two or more blocks", sequential=True)
 add("device", VALUE, "got 'cpu', must be None without sequential=True", device="cpu")

@@ -18,7 +18,7 @@ from .. import _checks
 __all__ = ["InputStatistics", "Statistics", "StatisticsFile"]
 
 FORMAT = "fp4gemm calibration 1"  # in the metadata of the file
-PARTS = ("num_tokens", "mean_square", "second_moment")
+PARTS = ("num_tokens", "mean_square", "second_moment", "quantization_error")
 _DTYPES = {  # the dtypes of safetensors
     "I64": torch.int64, "I32": torch.int32, "F64": torch.float64, "F32": torch.float32, "F16": torch.float16,
     "BF16": torch.bfloat16,
@@ -34,6 +34,8 @@ class InputStatistics:
         mean_square: float32 (k,), the mean of x[j]^2 over the rows; (g, k) for experts. 0 without rows.
         second_moment: float32 (k, k), the mean of x[i] x[j]; (g, k, k) for experts. None if it was not asked
             for.
+        quantization_error: float32 (k,), the mean of (x[j] - Q(x)[j])^2, with Q the cast of activations
+            "per-token": NVFP4 with an amax for each row. None for experts, and if it was not asked for.
 
     Raises:
         TypeError, ValueError: a field is not a tensor of this dtype and shape; the text names it.
@@ -42,6 +44,7 @@ class InputStatistics:
     num_tokens: Tensor
     mean_square: Tensor
     second_moment: Tensor | None = None
+    quantization_error: Tensor | None = None
 
     def __post_init__(self) -> None:
         count = _checks.is_tensor("num_tokens", self.num_tokens)
@@ -56,6 +59,12 @@ class InputStatistics:
             _checks.has_dtype("second_moment", moment, (torch.float32,))
             wanted = (*square.shape, square.shape[-1])
             _checks.has_shape("second_moment", moment, wanted, " as of mean_square")
+        if self.quantization_error is not None:
+            error = _checks.is_tensor("quantization_error", self.quantization_error)
+            _checks.has_dtype("quantization_error", error, (torch.float32,))
+            _checks.has_shape("quantization_error", error, (self.k,))
+            if square.dim() == 2:
+                raise ValueError("quantization_error: is given for experts, must be None")
 
     @property
     def k(self) -> int:
@@ -64,8 +73,8 @@ class InputStatistics:
 
     def to(self, device: torch.device | str) -> InputStatistics:
         """The statistics on a device."""
-        moment = None if self.second_moment is None else self.second_moment.to(device)
-        return InputStatistics(self.num_tokens.to(device), self.mean_square.to(device), moment)
+        more = (None if x is None else x.to(device) for x in (self.second_moment, self.quantization_error))
+        return InputStatistics(self.num_tokens.to(device), self.mean_square.to(device), *more)
 
 
 class Statistics(Mapping[str, InputStatistics]):

@@ -25,6 +25,7 @@ def calibrate(
     batches: Iterable[object],
     *,
     second_moment: bool = False,
+    quantization_error: bool = False,
     include: Filter | None = None,
     exclude: Filter | None = None,
     types: Iterable[type[torch.nn.Linear]] = (torch.nn.Linear,),
@@ -52,6 +53,9 @@ def calibrate(
         second_moment: whether to compute the matrices (k, k), for the method "gptq". They need 4 k^2
             bytes
             a layer.
+        quantization_error: whether to compute the mean squared errors ``mean (x[j] - Q(x)[j])^2`` of the
+            inputs of linear layers but experts, for residual channels (docs/accuracy.md). Q is the cast of
+            activations "per-token".
         include, exclude, types: as of quantize_model.
         sequential: run the blocks of the model (its decoder layers) one after the other, each on all batches,
             so that the sums of one block alone are on the device. Needs memory for the hidden states of all
@@ -69,6 +73,7 @@ def calibrate(
     """
     check(model, batches, progress)
     _checks.is_bool("second_moment", second_moment)
+    _checks.is_bool("quantization_error", quantization_error)
     _checks.is_bool("sequential", sequential)
     if device is not None and not sequential:
         raise ValueError(f"device: got {device!r}, must be None without sequential=True")
@@ -78,8 +83,9 @@ def calibrate(
     chosen = [c for c in candidates if c.action == "quantized"]
     if not chosen:
         raise ValueError("model: has no layer that quantize_model would swap, must have one")
+    wanted = collect.Wanted(second_moment, quantization_error)
     if not sequential:
-        return Statistics(collected(model, batches, chosen, second_moment, progress))
+        return Statistics(collected(model, batches, chosen, wanted, progress))
     found: dict[str, InputStatistics] = {}
     with evaluated(model):
         walk = Walk(model, _listed(batches), chosen, place)
@@ -87,7 +93,7 @@ def calibrate(
         for number in range(len(walk.blocks)):
             own = walk.inside(number, chosen)
             with walk.placed(number):
-                collector = collect.Collector(own, second_moment)
+                collector = collect.Collector(own, wanted)
                 with collector.hooked():
                     walk.run(number, keep=True)
                 found |= collector.statistics()
@@ -100,12 +106,12 @@ def collected(
     model: torch.nn.Module,
     batches: Iterable[object],
     chosen: list[Candidate],
-    second_moment: bool,
+    wanted: collect.Wanted,
     progress: Progress | None = None,
 ) -> dict[str, InputStatistics]:
     """The statistics of candidates from one pass of the whole model over the batches."""
     total = len(batches) if hasattr(batches, "__len__") else 0  # type: ignore[arg-type]
-    collector = collect.Collector(chosen, second_moment)
+    collector = collect.Collector(chosen, wanted)
     count = 0
     with evaluated(model), collector.hooked():
         for batch in batches:

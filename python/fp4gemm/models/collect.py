@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import _checks, _names
 from ..calibration.statistics import InputStatistics
+from ..quantize import quantize
 from . import moe
 from .select import Candidate
 
@@ -19,69 +20,98 @@ _CHUNK = 1 << 26  # elements of the largest float32 copy of an input
 _PANEL = 256  # columns of x x^T that one product makes
 
 
+class Wanted(NamedTuple):
+    """What is summed over the rows beside their squares.
+
+    Attributes:
+        moment: the matrices x x^T.
+        error: the squared errors of the cast to NVFP4, of linear layers that are no experts.
+    """
+
+    moment: bool = False
+    error: bool = False
+
+
+class Made(NamedTuple):
+    """Sums over the rows of an input: of x^2 (k,), and, where they are wanted, of x x^T (k, k) and of the
+    squared errors (k,).
+    """
+
+    square: Tensor
+    moment: Tensor | None
+    error: Tensor | None
+
+
 class Sums:
     """Sums over the rows of the inputs of one layer, or of the experts of one product."""
 
-    def __init__(self, k: int, num_experts: int, device: torch.device, has_moment: bool) -> None:
+    def __init__(self, k: int, num_experts: int, device: torch.device, wanted: Wanted) -> None:
         lead = (num_experts,) if num_experts else ()
         self.count = torch.zeros(lead, dtype=torch.int64, device="cpu")
         self.square = torch.zeros((*lead, k), dtype=torch.float32, device=device)
-        self.moment = self.square.new_zeros((*lead, k, k)) if has_moment else None
+        self.moment = self.square.new_zeros((*lead, k, k)) if wanted.moment else None
+        self.error = self.square.new_zeros(k) if wanted.error else None
 
     def add(self, x: Tensor, products: Products, expert: int | None = None) -> None:
         """Add the rows of x (m, k)."""
         at = () if expert is None else (expert,)
-        square, moment = products.of(x, self.moment is not None)
+        made = products.of(x, Wanted(self.moment is not None, self.error is not None))
         self.count[at] += x.shape[0]
-        self.square[at] += square
-        if self.moment is not None and moment is not None:
-            self.moment[at] += moment
+        self.square[at] += made.square
+        if self.moment is not None and made.moment is not None:
+            self.moment[at] += made.moment
+        if self.error is not None and made.error is not None:
+            self.error += made.error
 
     def means(self) -> InputStatistics:
         """The statistics, on the CPU."""
         count = self.count.clamp(min=1).to(self.square.device)
         square = (self.square / count[..., None]).cpu()
         moment = None if self.moment is None else _mirrored(self.moment / count[..., None, None]).cpu()
-        return InputStatistics(self.count, square, moment)
+        error = None if self.error is None else (self.error / count).cpu()
+        return InputStatistics(self.count, square, moment, error)
 
 
 class Products:
     """Computes the sums over an input tensor once for all layers that read it, as q, k and v do."""
 
     def __init__(self) -> None:
-        self._last: tuple[Tensor, int, bool] | None = None
-        self._made: tuple[Tensor, Tensor | None] | None = None
+        self._last: tuple[Tensor, int, Wanted] | None = None
+        self._made: Made | None = None
 
-    def of(self, x: Tensor, has_moment: bool) -> tuple[Tensor, Tensor | None]:
-        """(sum of x^2 (k,), sum of x x^T (k, k) or None) over the rows of x (m, k), float32.
+    def of(self, x: Tensor, wanted: Wanted) -> Made:
+        """The sums over the rows of x (m, k), float32.
 
         The matrix is made in panels of 256 rows, each from its first column on the diagonal to the right;
         what is left of that column is zero. The sums run over chunks of rows, then over batches, in their
         order; within a chunk their order is that of torch's product.
         """
-        if self._made is not None and self._is_last(x, has_moment):
+        if self._made is not None and self._is_last(x, wanted):
             return self._made
         k = x.shape[1]
         square, moment = torch.zeros(k, dtype=torch.float32, device=x.device), None
+        error = torch.zeros_like(square) if wanted.error else None
         for rows in x.detach().split(max(1, _CHUNK // k)):
             wide = rows.float()
             square += wide.square().sum(0)
-            if has_moment:
+            if error is not None:
+                error += (wide - quantize(rows).dequantize(torch.float32)).square().sum(0)
+            if wanted.moment:
                 if moment is None:
                     moment = square.new_zeros(k, k)
                 for i in range(0, k, _PANEL):
                     moment[i : i + _PANEL, i:].addmm_(wide[:, i : i + _PANEL].T, wide[:, i:])
         if not x.is_inference():  # an inference tensor does not count writes
             # The reference to x keeps its address from being given to another tensor.
-            self._last, self._made = (x, x._version, has_moment), (square, moment)
-        return square, moment
+            self._last, self._made = (x, x._version, wanted), Made(square, moment, error)
+        return Made(square, moment, error)
 
-    def _is_last(self, x: Tensor, has_moment: bool) -> bool:
+    def _is_last(self, x: Tensor, wanted: Wanted) -> bool:
         if self._last is None or x.is_inference():
             return False
-        y, written, had_moment = self._last
+        y, written, had = self._last
         is_view = y.data_ptr() == x.data_ptr() and y.shape == x.shape and y.stride() == x.stride()
-        return is_view and y.dtype is x.dtype and written == x._version and had_moment == has_moment
+        return is_view and y.dtype is x.dtype and written == x._version and had == wanted
 
     def forget(self) -> None:
         """Release the last input and its sums."""
@@ -103,12 +133,12 @@ class Collector:
 
     Args:
         candidates: linear layers, and modules of experts that were read (they have a plan).
-        has_moments: whether second moments are computed.
+        wanted: what is computed beside mean squares.
     """
 
-    def __init__(self, candidates: Sequence[Candidate], has_moments: bool) -> None:
+    def __init__(self, candidates: Sequence[Candidate], wanted: Wanted) -> None:
         self._candidates = candidates
-        self._has_moments = has_moments
+        self._wanted = wanted
         self._products = Products()
         self._sums: dict[str, Sums] = {}
 
@@ -142,7 +172,7 @@ class Collector:
                 if sums is None and not is_expert(name) and not num_experts:
                     unreached.append(name)
                     continue
-                sums = sums or Sums(k, num_experts, torch.device("cpu"), self._has_moments)
+                sums = sums or Sums(k, num_experts, torch.device("cpu"), self._wanted_of(name, num_experts))
                 if not bool(torch.isfinite(sums.square).all()):
                     not_finite.append(name)
                 made[name] = sums.means()
@@ -160,8 +190,11 @@ class Collector:
 
     def _of(self, name: str, k: int, num_experts: int, device: torch.device) -> Sums:
         if name not in self._sums:
-            self._sums[name] = Sums(k, num_experts, device, self._has_moments)
+            self._sums[name] = Sums(k, num_experts, device, self._wanted_of(name, num_experts))
         return self._sums[name]
+
+    def _wanted_of(self, name: str, num_experts: int) -> Wanted:
+        return self._wanted._replace(error=self._wanted.error and not num_experts and not is_expert(name))
 
     def _linear_hook(self, c: Candidate) -> Any:
         def add(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

@@ -192,7 +192,8 @@ def quantize_model(
         swapper.walk(model, chosen, calibration)
     else:
         if calibration is not None and not isinstance(calibration, (Statistics, StatisticsFile)):
-            calibration = Statistics(collected(model, calibration, chosen, recipe.method == "gptq"))
+            wanted = collect.Wanted(moment=recipe.method == "gptq")
+            calibration = Statistics(collected(model, calibration, chosen, wanted))
         swapper.all(chosen, calibration)
     _set_batch_invariant(chosen, batch_invariant)
     model = _placed(model, chosen, inplace)
@@ -311,7 +312,7 @@ class Swapper:
             walk.refuse_outside(chosen)
             for number in range(len(walk.blocks)):
                 own = walk.inside(number, chosen)
-                collector = collect.Collector(own, self._recipe.method == "gptq")
+                collector = collect.Collector(own, collect.Wanted(moment=self._recipe.method == "gptq"))
                 with collector.hooked():
                     walk.run(number, keep=False)
                 statistics = collector.statistics()

@@ -58,7 +58,8 @@ def smooth(
         strength: 0 changes nothing, 1 makes all channels equally large.
 
     Returns:
-        The statistics of the changed model.
+        The statistics of the changed model, those of layers whose inputs were divided without
+        quantization errors: these change, and :func:`fp4gemm.calibrate` measures them again.
 
     Raises:
         TypeError, ValueError: naming the argument; statistics of a layer that the model lacks or of another
