@@ -16,6 +16,7 @@ from torch import Tensor
 
 from . import _checks
 from .calibration.gptq import DAMPING, Factorization, rounded
+from .calibration.residual import check_count
 from .calibration.statistics import InputStatistics, Statistics, StatisticsFile
 from .containers.mxfp4 import MXFP4Tensor, quantize_mxfp4
 from .containers.mxfp8 import MXFP8Tensor, quantize_mxfp8
@@ -215,6 +216,7 @@ def activations_with(activations: str, kind: ActivationKind) -> Any:
     return _name_of(kind, dict(INPUTS[activations].options))
 
 
+RESIDUAL_KINDS = ("per-token", "per-tensor")  # the activations beside which layers have residual channels
 AUTO = "auto"  # the value of entry points for which :func:`automatic` chooses one of the others
 USES_DATA = ("search", "gptq")  # the methods that read statistics
 
@@ -621,6 +623,28 @@ def data_of(calibration: object, sequential: object = False) -> Data:
             f"calibration: got {_checks.describe(calibration)}, must be Statistics or a list of batches"
         )
     return "second moment"
+
+
+def check_residual_channels(count: object, activations: str, data: Data) -> None:
+    """Check the option ``residual_channels`` of an entry point: 0, or channels that a calibration can choose.
+
+    Raises:
+        TypeError, ValueError: naming the option, its value and what it must be.
+    """
+    name = "residual_channels"
+    _checks.is_int(name, count, 0)
+    if count == 0:
+        return
+    check_count(name, count)
+    if activations == AUTO or INPUTS[activations].kind not in RESIDUAL_KINDS:
+        raise ValueError(
+            f"{name}: got {count} with activations {activations!r}, must be 0, or have activations "
+            f"{_checks.listing([repr(each) for each in RESIDUAL_KINDS])}, whose errors it corrects"
+        )
+    if data == "none":
+        raise ValueError(
+            f"{name}: got {count} without calibration, must be 0, or have the calibration that chooses them"
+        )
 
 
 def as_quantizer(

@@ -60,6 +60,16 @@ def residual_channels(weights: Sequence[Tensor], quantization_errors: Sequence[T
     return chosen.to(torch.int32)
 
 
+def why_none(k: int, count: int, is_expert: bool) -> str:
+    """Why a layer whose inputs become NVFP4 has no residual channels where others have ``count``, in words.
+
+    It is "" for a layer that has them.
+    """
+    if is_expert:
+        return "no residual channels: experts have none"
+    return f"no residual channels: k is {k}, must be at least {count}" if k < count else ""
+
+
 def check_count(name: str, count: object) -> None:
     """Raise unless this can be a number of residual channels: a positive multiple of 32."""
     _checks.is_int(name, count, 1)

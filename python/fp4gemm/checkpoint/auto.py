@@ -169,7 +169,7 @@ def choose(
     set joins get one format, and so do the experts of a module, which are NVFP4 or stay. Activations are
     those of the options, and those of FP8 have a scale for each token; both are quantized for the
     measurement. Weights are those that :func:`convert` writes, but rounded by "four-over-six" for the methods
-    that need statistics.
+    that need statistics, and without residual channels.
 
     Args:
         src: the folder of a float checkpoint of a causal language model, with its tokenizer.
@@ -313,9 +313,11 @@ def _check_bits(units: Sequence[_Unit], bits: float) -> None:
 
 def _rounding(options: Options) -> Options:
     """The options by which weights are rounded for the measurement."""
-    if options.method not in USES_DATA:
+    uses_data = options.method in USES_DATA
+    if not uses_data and not options.residual_channels:
         return options
-    return dataclasses.replace(options, method="four-over-six", four_over_six=None, calibration=None)
+    rounding: dict[str, Any] = {"method": "four-over-six", "four_over_six": None} if uses_data else {}
+    return dataclasses.replace(options, calibration=None, residual_channels=0, **rounding)
 
 
 def _measured(

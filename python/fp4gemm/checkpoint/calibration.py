@@ -203,10 +203,13 @@ class Inputs:
         known: of layers under the names of modules in the checkpoint; of stacked experts ``NAME.w13`` and
             ``NAME.w2``, or of each expert's projections.
         has_moment: whether second moments are needed.
+        residual_channels: how many layers have, for which their quantization errors are needed.
     """
 
-    def __init__(self, known: Statistics | StatisticsFile, has_moment: bool) -> None:
-        self._known, self._has_moment = known, has_moment
+    def __init__(
+        self, known: Statistics | StatisticsFile, has_moment: bool, residual_channels: int = 0
+    ) -> None:
+        self._known, self._has_moment, self._residual_channels = known, has_moment, residual_channels
         self._means: dict[str, InputStatistics] = {}
         self._lock = threading.Lock()
 
@@ -219,7 +222,8 @@ class Inputs:
                 text names the module.
         """
         experts: dict[str, int] = {}
-        for matrix in (matrix for one in sets if one.layer is None for matrix in one.matrices):
+        pairs = [(one, matrix) for one in sets if one.layer is None for matrix in one.matrices]
+        for one, matrix in pairs:
             place = self._place(matrix)
             about = self._about(place.name)
             if place.expert is not None:
@@ -233,6 +237,11 @@ class Inputs:
                 )
             if self._has_moment and about.second_moment is None:
                 raise CheckpointError(f"calibration: {place.name} has no second moment, must have for 'gptq'")
+            if one.residual_channels(self._residual_channels) and about.quantization_error is None:
+                raise CheckpointError(
+                    f"calibration: {place.name} has no quantization_error, must have for residual_channels "
+                    "(calibrate(..., quantization_error=True) makes it)"
+                )
         for name, number in experts.items():
             found = self._about(name).mean_square.shape[0]
             if found != number:
@@ -277,7 +286,7 @@ class Inputs:
         own = self._known[place.name]
         moment = own.second_moment if self._has_moment else None
         if place.expert is None:
-            return InputStatistics(own.num_tokens, own.mean_square, moment)
+            return InputStatistics(own.num_tokens, own.mean_square, moment, own.quantization_error)
         e = place.expert
         return InputStatistics(own.num_tokens[e], own.mean_square[e], None if moment is None else moment[e])
 
@@ -314,7 +323,7 @@ def inputs_of(plan: Plan) -> Inputs | None:
         return None
     if not isinstance(known, Statistics | StatisticsFile):
         raise ValueError("calibration: got a text, must be statistics here, as fp4gemm.calibrate makes them")
-    made = Inputs(known, plan.options.method == "gptq")
+    made = Inputs(known, plan.options.method == "gptq", plan.options.residual_channels)
     made.check(plan.sets, plan.tensors)
     return made
 
@@ -354,6 +363,7 @@ def statistics_of(
     modules = set(wanted.values()) | {name.rpartition(".")[0] for name in wanted.values()}
     options: dict[str, Any] = {
         "second_moment": plan.options.method == "gptq",
+        "quantization_error": plan.options.residual_channels > 0,
         "include": lambda name, module: name in modules,
         "progress": progress,
     }

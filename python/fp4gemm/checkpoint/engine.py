@@ -7,14 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from .. import _checks
+from ..calibration.residual import residual_channels
 from ..calibration.statistics import InputStatistics
 from .calibration import Inputs, inputs_of
 from .formats import FORMATS, LayerName, Scheme, StoredLayer, StoredWeight
+from .formats.base import RESIDUAL
 from .numerics import quantize_calibrated
 from .options import Options
 from .plan import FusedSet, Matrix, Part, Plan
@@ -33,12 +36,14 @@ class Converted:
             a set in a format of LAYERS.
         notes: for each matrix, in words, what was done otherwise than asked for.
         inputs: the statistics of the input of each matrix, empty without calibration.
+        channels: the residual channels of all of them, int32; None: they have none.
     """
 
     floats: list[Tensor]
     stored: Sequence[StoredWeight | StoredLayer]
     notes: list[str]
     inputs: list[InputStatistics]
+    channels: Tensor | None = None
 
 
 def convert_set(
@@ -81,7 +86,19 @@ def convert_set(
     notes = [
         "; ".join(filter(None, (note, *made[name].notes))) for name, note in zip(names, added, strict=True)
     ]
-    return Converted(floats, [made[name].weight for name in names], notes, [known for known, _ in found])
+    stored, known = [made[name].weight for name in names], [known for known, _ in found]
+    return Converted(floats, stored, notes, known, _channels(one, floats, known, options))
+
+
+def _channels(
+    one: FusedSet, floats: Sequence[Tensor], inputs: Sequence[InputStatistics], options: Options
+) -> Tensor | None:
+    """The residual channels that the layers of a set share, since they read the same input."""
+    count = one.residual_channels(options.residual_channels)
+    if not count:
+        return None
+    errors = [known.quantization_error for known in inputs]  # which Inputs.check has found
+    return residual_channels(floats, cast(list[Tensor], errors), count)
 
 
 def _in_layer(floats: Mapping[str, Tensor], layer: LayerName) -> list[StoredLayer]:
@@ -94,10 +111,9 @@ def _in_layer(floats: Mapping[str, Tensor], layer: LayerName) -> list[StoredLaye
     return made
 
 
-def tensors_of(
-    one: FusedSet, stored: Sequence[StoredWeight | StoredLayer], scheme: Scheme, options: Options
-) -> dict[str, Tensor]:
+def tensors_of(one: FusedSet, converted: Converted, scheme: Scheme, options: Options) -> dict[str, Tensor]:
     """The tensors of the new checkpoint for a set, by name, on the device where the set was quantized."""
+    stored = converted.stored
     about = FORMATS[scheme.format]
     made = [
         weight.tensors(matrix.module, scheme.format)
@@ -115,6 +131,8 @@ def tensors_of(
         for module in dict.fromkeys(matrix.module for matrix in one.matrices):
             amax = torch.tensor([options.activation_amax[module]], dtype=torch.float32) if is_static else None
             found |= about.input_tensors(module, amax)
+    if converted.channels is not None:
+        found |= {f"{matrix.module}.{RESIDUAL}": converted.channels for matrix in one.matrices}
     device = stored[0].codes.device
     return {name: tensor.to(device).contiguous() for name, tensor in found.items()}
 
@@ -174,7 +192,7 @@ def _quantized(tensors: Iterable[tuple[str, Tensor]], plan: Plan) -> Iterator[tu
                 continue
             with torch.inference_mode():
                 made = convert_set(one, _parts(one, waiting), plan.options, inputs)
-                found = tensors_of(one, made.stored, scheme, plan.options)
+                found = tensors_of(one, made, scheme, plan.options)
             yield from found.items()
             for source in sources:
                 left[source] -= 1

@@ -20,6 +20,7 @@ from ..recipe import (
     Recipe,
     StoredActivations,
     WeightScaling,
+    check_residual_channels,
     checked_activations,
 )
 from .calibration import Calibration, data_of, described, key_of, read_calibration
@@ -69,6 +70,10 @@ class Options:
             the loaders of this library find it in ``producer``. A weight whose k is no multiple of 64 stays
             in 16 bits then.
         activation_amax: the amax of the input of each quantized layer, by the name of the module.
+        residual_channels: of how many input channels of each linear layer the errors of activations are
+            multiplied too (docs/accuracy.md), a multiple of 32; 0: of none. The calibration chooses them,
+            for the layers of a fused set together. Experts, layers in another format and those with fewer
+            channels have none. Only the loaders of this library read them.
         include: patterns of modules (:mod:`fp4gemm.patterns`), one or a sequence. None of them: every linear
             weight but output embeddings, embeddings, norms and routers; otherwise what one of them matches,
             output embeddings and routers too.
@@ -101,6 +106,7 @@ class Options:
     calibration: Calibration | str | os.PathLike[str] | None = None
     activations: StoredActivations | None = None
     activation_amax: Mapping[str, float] = field(default_factory=dict)
+    residual_channels: int = 0
     include: str | Sequence[str] = ()
     exclude: str | Sequence[str] = ()
     experts_only: bool = False
@@ -136,7 +142,9 @@ class Options:
             numerics=self.numerics,
             data=data_of(calibration, self.method),
         )
-        recipe.check_uses_data("" if calibration is None else described(calibration))
+        check_residual_channels(self.residual_channels, known, recipe.data)
+        if not self.residual_channels:
+            recipe.check_uses_data("" if calibration is None else described(calibration))
         for name, value in (
             ("recipe", recipe),
             ("calibration", calibration),

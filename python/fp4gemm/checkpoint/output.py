@@ -25,6 +25,7 @@ from typing import Any
 from torch import Tensor
 
 from .formats import FORMATS, LAYERS, FormatName, LayerName, Scheme
+from .formats.base import RESIDUAL
 from .plan import FusedSet, Matrix, Plan
 from .source import DTYPES, CheckpointError, json_object, memory_of
 
@@ -121,7 +122,11 @@ def slots_of_set(one: FusedSet, scheme: Scheme) -> Iterator[tuple[Matrix, list[S
         if one.layer is not None:
             yield matrix, slots_of_layer(matrix.module, matrix.shape, one.layer, scheme.format)
         else:
-            yield matrix, slots_of_weight(matrix.module, matrix.shape, scheme, group)
+            slots = slots_of_weight(matrix.module, matrix.shape, scheme, group)
+            count = one.residual_channels(scheme.residual_channels)
+            if count:
+                slots.append(Slot.of(f"{matrix.module}.{RESIDUAL}", "I32", (count,)))
+            yield matrix, slots
 
 
 def slots_of_layer(

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from .. import _checks, _names, patterns
 from .._names import Orientation, orientation
+from ..calibration.residual import why_none
 from ..recipe import StoredActivations, WeightScaling
 from . import rules
-from .formats import FORMATS, FormatName, Group, LayerName, Scheme
+from .formats import FORMATS, LAYERS, FormatName, Group, LayerName, Scheme
 from .options import Options, checked_options
 from .rules import partners
 from .source import DTYPES, CheckpointError, Source, TensorInfo
@@ -78,6 +79,17 @@ class FusedSet:
     def parts(self) -> tuple[Part, ...]:
         """(tensor, expert) of every tensor or matrix that has to be read for the set, each once."""
         return tuple(dict.fromkeys((matrix.source, matrix.expert) for matrix in self.matrices))
+
+    def why_no_residual(self, count: int) -> str:
+        """Why its layers have no residual channels where others have ``count``; "" of those that have."""
+        if self.layer is not None:
+            return f"no residual channels: {LAYERS[self.layer].title} has none"
+        is_expert = self.is_stack or _names.expert_of(self.name) is not None
+        return why_none(self.matrices[0].shape[1], count, is_expert)
+
+    def residual_channels(self, count: int) -> int:
+        """How many residual channels its layers have where others have ``count``: as many, or 0."""
+        return 0 if not count or self.why_no_residual(count) else count
 
     @property
     def numel(self) -> int:
@@ -229,6 +241,7 @@ class Plan:
             cast(WeightScaling, o.recipe.weight_scaling),
             targets=tuple(sorted(first)) if groups else ("Linear",),
             groups=groups,
+            residual_channels=o.residual_channels,
         )
 
     def ignored(self) -> list[str]:

@@ -163,6 +163,9 @@ def plan_report(plan: Plan, left_out: dict[str, str]) -> ConvertReport:
             shares[source] = f"shares its amax with {', '.join(others)}" if others else ""
             if one.layer is not None:
                 shares[source] = LAYERS[one.layer].title
+            if scheme.residual_channels:
+                why = one.why_no_residual(scheme.residual_channels)
+                shares[source] = "; ".join(filter(None, (shares[source], why)))
     entries = []
     for name, info in plan.tensors.items():
         if name in plan.kept:
@@ -172,6 +175,8 @@ def plan_report(plan: Plan, left_out: dict[str, str]) -> ConvertReport:
     known, method = plan.options.calibrated_by, str(plan.options.method)
     if known is not None:
         method += f", calibrated by {described(known)}"
+    if scheme.residual_channels:
+        method += f", {scheme.residual_channels} residual channels"
     return ConvertReport(tuple(entries), method=method, left_out=tuple(sorted(left_out.items())))
 
 

@@ -36,6 +36,7 @@ from .formats import (
     quantization_config,
     read_scheme,
 )
+from .formats.base import RESIDUAL
 from .mixed import of_module, others_of, scheme_of_mix, slots_of_other, translated_other
 from .options import Options
 from .output import STATE, FileLayout, Slot, layout, slots_of_set, slots_of_weight
@@ -98,8 +99,10 @@ def quantization(source: Source, options: Options) -> Work:
         tasks.append(Task(name, (), {name: plan.file_of_kv_scale(name)}, 0, partial(_constant, name, value)))
     tasks.sort(key=lambda task: _place(task, source))
     report = plan_report(plan, source.left_out)
-    is_gptq = options.method == "gptq"
-    return Work(options.as_json(), files, tasks, *_configs(source.config, scheme), report, plan, is_gptq)
+    has_device_bits = options.method == "gptq" or options.residual_channels > 0  # both depend on sums
+    return Work(
+        options.as_json(), files, tasks, *_configs(source.config, scheme), report, plan, has_device_bits
+    )
 
 
 def copied_files(source: Source) -> list[str]:
@@ -184,7 +187,7 @@ def _convert(
             if isinstance(stored, StoredWeight) and bool(known.num_tokens.any()):  # some experts had none
                 error = output_error(made.floats[index], stored.to_nvfp4(), known)
                 layers[index] = replace(layers[index], output_error=error)
-    found = tensors_of(one, made.stored, scheme, options)
+    found = tensors_of(one, made, scheme, options)
     return Made({name: tensor.cpu() for name, tensor in found.items()}, tuple(layers), tuple(notes))
 
 
@@ -276,6 +279,7 @@ def _translation(source: Source, format: FormatName, target: FormatName) -> Expa
     kept = {name: _kept_name(name, old, new) for name in source.tensors if name not in taken}
     facts = rules.Facts.of(source.config, source.tensors)
     reasons = {name: rules.why_kept(name, source.tensors[name].shape, facts) for name in kept}
+    reasons |= {name: "residual channels" for name in kept if name.endswith(f".{RESIDUAL}")}
     kept_others = set(others) if new.has_mixes else set()
     reasons |= {f"{module}.weight": "" for module in others if module not in kept_others}
     given = scheme

@@ -40,8 +40,8 @@ LINE_S = 5.0  # between two lines of progress where standard error is no termina
 # What says how weights are quantized, and has no meaning for a translation.
 QUANTIZING = (
     "format", "numerics", "weight_scaling", "method", "four_over_six", "calibration", "calibration_tokens",
-    "activations", "recipe", "include", "exclude", "experts_only", "bf16_first", "bf16_last", "fuse",
-    "split_experts", "kv_cache", "layers", "scale",
+    "activations", "residual_channels", "recipe", "include", "exclude", "experts_only", "bf16_first",
+    "bf16_last", "fuse", "split_experts", "kv_cache", "layers", "scale",
 )  # fmt: skip
 
 
@@ -83,8 +83,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--calibration",
         metavar="FILE|TEXT",
-        help="for search and gptq: a file of fp4gemm.calibrate(...).save, a text file, or a text, which the "
-        "model reads through transformers",
+        help="for search, gptq and --residual-channels: a file of fp4gemm.calibrate(...).save, a text file, "
+        "or a text, which the model reads through transformers",
     )
     add(
         "--calibration-tokens",
@@ -98,6 +98,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a16, per-token (default with --format fp4gemm) or per-tensor, also with options of the cast "
         "(per-token,four_over_six=mae), fp8 (other loaders read a16), or static:FILE with the amax of each "
         "module",
+    )
+    add(
+        "--residual-channels",
+        type=int,
+        metavar="N",
+        help="multiply the errors of N input channels of each linear layer too, a multiple of 32, which "
+        "--calibration chooses; with activations per-token or per-tensor (default: 0)",
     )
     add(
         "--recipe",
@@ -234,7 +241,7 @@ def _take_auto(given: dict[str, Any], options: argparse.Namespace) -> None:
         raise ValueError("--layers: got with --auto, must be absent: it says what --auto chooses")
     tokens = given.get("calibration_tokens") or AUTO_TOKENS
     options.text = read_calibration(given["calibration"], tokens)
-    if given.get("method") not in USES_DATA:  # the text is for the choice alone
+    if given.get("method") not in USES_DATA and not given.get("residual_channels"):  # for the choice alone
         given.pop("calibration")
         given.pop("calibration_tokens", None)
 

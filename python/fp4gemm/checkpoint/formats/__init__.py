@@ -10,11 +10,15 @@ outer scale         ``weight_scale_2`` ()     ``weight_global_scale`` (1,)    ``
 outer scale of x    ``input_scale`` ()        ``input_global_scale`` (1,)     ``input_amax`` (1,)
 KV cache            ``k_proj.k_scale``,       ``k_scale``, ``v_scale`` of     as ModelOpt
                     ``v_proj.v_scale``        the attention
+residual channels   ``residual_channels``     as ModelOpt                     as ModelOpt
+                    (r,)
 ==================  ========================  ==============================  ========================
 
 Codes are uint8 (n, k/2), the low nibble holds the even k. Block scales are float8_e4m3fn (n, k/16) in plain
 order. Outer scales are float32. A is the amax of the weight, or of the weights that share it, and 6B is 2688,
 or 1536 for a weight of four over six with the bound B = 256. The weights of experts are stored one by one.
+
+Residual channels are int32, and only this library writes and reads them: the weight is the same without.
 
 The first two formats are what other loaders read. They multiply codes by block scales and by the outer scale,
 so that a weight with B = 256 has the right values there too: its outer scale already is A / 1536.

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from ... import _checks, _native
+from ...calibration.residual import check_count
 from ...containers import _outer
 from ...recipe import (
     INPUTS,
+    RESIDUAL_KINDS,
     STORED_ACTIVATIONS,
     WEIGHT_SCALINGS,
     Activations,
@@ -34,6 +36,7 @@ KV_CACHES: tuple[KVCache, ...] = ("fp8", "nvfp4")
 # The key of ``producer`` for activations that no other library can say. Its value is their name, except for
 # "tensor", which is the name that "per-tensor" had before.
 OWN_ACTIVATIONS = "activation_scaling"
+RESIDUAL = "residual_channels"  # the key of ``producer``, and the suffix of the channels of a module
 _OLD_NAMES: Mapping[str, str] = {"tensor": "per-tensor"}
 
 
@@ -207,10 +210,14 @@ class Scheme:
         producer: who wrote the checkpoint; None: unknown, and this library where it is written.
         groups: the layers of a mix that are not as the fields above say: NVFP4 with other activations, or in
             a format of :data:`.LAYERS`. A name among them comes before targets.
+        residual_channels: how many channels of the input of a layer have their errors multiplied too; 0:
+            none. The tensor ``residual_channels`` of a module, int32, has its channels; layers without it
+            have none. The number is in ``producer``: other loaders do not know such tensors.
 
     Raises:
         TypeError, ValueError: a field is no such value; scaling is "row", or there are groups, in a format
-            that does not hold them; or a group has activations that no mix can say.
+            that does not hold them; a group has activations that no mix can say; or there are residual
+            channels beside activations without them.
     """
 
     format: FormatName
@@ -222,6 +229,7 @@ class Scheme:
     targets: tuple[str, ...] = ("Linear",)
     producer: Producer | None = None
     groups: tuple[Group, ...] = ()
+    residual_channels: int = 0
 
     def __post_init__(self) -> None:
         about = format_of(self.format)
@@ -247,6 +255,15 @@ class Scheme:
                 raise ValueError(
                     f"groups: got 'a16' beside activations {known!r}, must be beside 'static' or "
                     "'per-token': loaders would take what producer says of the others for them too"
+                )
+
+        if self.residual_channels != 0:
+            check_count(RESIDUAL, self.residual_channels)
+            if INPUTS[known].kind not in RESIDUAL_KINDS:
+                wanted = _checks.listing([repr(each) for each in RESIDUAL_KINDS])
+                raise ValueError(
+                    f"{RESIDUAL}: got {self.residual_channels} beside activations {known!r}, must be 0, or "
+                    f"beside {wanted}"
                 )
 
     def lookup(self) -> Callable[..., Stored | None]:
@@ -392,13 +409,29 @@ def read_options(config: Json, given: StoredActivations, where: str) -> tuple[St
     return read_own(config, activations, where), e4m3_max
 
 
+def read_residual(config: Json, where: str) -> int:
+    """The number of residual channels of a checkpoint of this library; 0 of others.
+
+    Raises:
+        ValueError: it is no such number.
+    """
+    value = own_producer(config).get(RESIDUAL, 0)
+    if value != 0:
+        try:
+            check_count(RESIDUAL, value)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{where}: producer: {error}") from error
+    return cast(int, value)
+
+
 def written_producer(scheme: Scheme, *, has_options: bool) -> dict[str, Any]:
     """The entry ``producer``; with the options that :func:`read_options` reads, unless it is of another."""
     if scheme.producer is not None and scheme.producer.name != "fp4gemm":
-        if INPUTS[scheme.activations].kind in _OWN_KINDS or scheme.e4m3_max != 448:
+        is_own = INPUTS[scheme.activations].kind in _OWN_KINDS or scheme.e4m3_max != 448
+        if is_own or scheme.residual_channels:
             raise ValueError(
                 f"producer: got {scheme.producer.name!r}, must be None or fp4gemm where activations are "
-                "per-token or fp8, or e4m3_max is 256, which only fp4gemm reads"
+                "per-token or fp8, e4m3_max is 256, or there are residual channels, which only fp4gemm reads"
             )
         return {"name": scheme.producer.name, "version": scheme.producer.version}
     version = _native.version() if scheme.producer is None else scheme.producer.version
@@ -407,6 +440,8 @@ def written_producer(scheme: Scheme, *, has_options: bool) -> dict[str, Any]:
     own = own_value(scheme.activations)
     if own is not None:
         options[OWN_ACTIVATIONS] = own
+    if scheme.residual_channels:
+        options[RESIDUAL] = scheme.residual_channels
     return {"name": "fp4gemm", "version": version, **options}
 
 

@@ -47,6 +47,7 @@ def _read(config: Json, where: str) -> Scheme:
         targets=tuple(dict.fromkeys(kinds[given])),
         producer=base.producer_of(config),
         groups=others,
+        residual_channels=base.read_residual(config, where),
     )
 
 

@@ -32,6 +32,7 @@ def _read(config: Json, where: str) -> Scheme:
             cast(WeightScaling, config.get("scaling")),
             targets,
             base.producer_of(config),
+            residual_channels=base.read_residual(config, where),
         )
     except (TypeError, ValueError) as error:
         raise ValueError(f"{where}: {error}") from error

@@ -50,6 +50,7 @@ def _read(config: Json, where: str) -> Scheme:
         targets=tuple(kinds[given]) if kinds else ORDINARY,
         producer=base.producer_of(config),
         groups=groups,
+        residual_channels=base.read_residual(config, where),
     )
 
 
