@@ -158,6 +158,42 @@ def test_columns_of_a_rank(rank: int, activations: str) -> None:
         _same(layer(x)[0], serving.product(x, serving.shard(w, 1, rank).to(DEVICE), None, activations))
 
 
+def _residual_layer() -> Any:
+    config = serving.config_of(_Table(), "modelopt", "per-token", residual_channels=32)  # type: ignore[arg-type]
+    return _made(
+        linear.MergedColumnParallelLinear, K, [N, N], bias=False, params_dtype=torch.bfloat16,
+        quant_config=config, prefix="m.gate_up_proj",
+    )  # fmt: skip
+
+
+def test_residual_channels_of_fused_layers(rank: int) -> None:
+    """By vLLM's loader of fused layers, which shards the rows alone; also after a reload."""
+    layer = _residual_layer()
+    record_metadata_for_reloading(layer)
+    for seed in (0, 5):
+        parts = [serving.weight(N, K, seed + i, 1 + i) for i in range(2)]
+        channels = torch.randperm(K, generator=torch.Generator().manual_seed(seed))[:32].int()
+        if seed:
+            initialize_layerwise_reload(layer)
+        for i, w in enumerate(parts):
+            for name, tensor in {
+                **_tensors(w, "modelopt", "per-token"),
+                "residual_channels": channels,
+            }.items():
+                tensor.shard_id = i  # as vLLM's mapper of names sets it
+                list(layer.load_weights([(name, tensor)]))
+        if seed:
+            finalize_layerwise_reload(layer, None)
+        else:
+            layer.quant_method.process_weights_after_loading(layer)
+        channels = channels.to(DEVICE)
+        for m in M:
+            q = fp4gemm.quantize(_x(m, K), residual_channels=channels)
+            repeated = [fp4gemm.repeat_columns(w.to(DEVICE), channels) for w in parts]
+            whole = [fp4gemm.mm(q, w, out_dtype=torch.bfloat16).chunk(2, -1)[rank] for w in repeated]
+            _same(layer(_x(m, K))[0], torch.cat(whole, -1))
+
+
 def _experts_of(seed: int) -> list[dict[str, fp4gemm.NVFP4Tensor]]:
     """Each expert's weights by shard; gate and up have unequal outer scales."""
     shapes = (("w1", H, K, 1.0), ("w2", K, H, 2.0), ("w3", H, K, 3.7))

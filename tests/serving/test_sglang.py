@@ -194,6 +194,38 @@ def test_a_linear_layer_is_updated_in_place(sglang: types.SimpleNamespace) -> No
         layer.quant_method.process_weights_after_loading(layer)
 
 
+def test_residual_channels_are_updated_in_place(sglang: types.SimpleNamespace) -> None:
+    layer = vllm_stub.ColumnParallelLinear(
+        64, 48, False, quant_config=_config(sglang, "modelopt", residual_channels=32), prefix="m.up_proj"
+    )
+    where: dict[str, int] = {}
+    for seed in (0, 1):
+        w, channels = serving.weight(48, 64, seed), torch.arange(seed, 32 + seed, dtype=torch.int32)
+        layer.quant_method.restore_weights_before_loading(layer)
+        serving.load(layer, serving.stored(w, "modelopt") | {"residual_channels": channels})
+        layer.quant_method.process_weights_after_loading(layer)
+        q = fp4gemm.quantize(_x(7), residual_channels=channels)
+        wanted = fp4gemm.mm(q, fp4gemm.repeat_columns(w, channels), out_dtype=torch.bfloat16)
+        assert torch.equal(layer(_x(7)), wanted)
+        now = {name: p.data_ptr() for name, p in layer.named_parameters()}
+        assert now == (where or now)
+        where = now
+    layer.quant_method.restore_weights_before_loading(layer)  # an update without tensors of this layer
+    layer.quant_method.process_weights_after_loading(layer)
+    assert torch.equal(layer(_x(7)), wanted)
+
+
+def test_a_layer_with_residual_channels_is_not_left_to_sglang(
+    sglang: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang's models may skip tensors that they do not know."""
+    monkeypatch.setenv("FP4GEMM_SERVING_IGNORE", "*.up_proj")
+    config = _config(sglang, "modelopt", residual_channels=32)
+    text = r"m\.up_proj: is left to SGLang, since the option ignore names it, and has 32 residual channels"
+    with pytest.raises(ValueError, match=text):
+        vllm_stub.ColumnParallelLinear(64, 48, False, quant_config=config, prefix="m.up_proj")
+
+
 @pytest.mark.parametrize(
     ("parts", "missing"),
     [(("weight",), "weight_scale_2"), (("weight_scale", "weight_scale_2", "input_scale"), "weight")],

@@ -90,6 +90,33 @@ def test_a_linear_layer(vllm: types.SimpleNamespace, activations: str, m: int) -
     _assert_close(y, wanted[5], activations)
 
 
+@pytest.mark.parametrize("m", [1, 16, 300])
+def test_residual_channels(vllm: types.SimpleNamespace, m: int) -> None:
+    """Those of fused layers, eagerly and in a graph; the product has k + 32 columns."""
+    config = serving.config_of(vllm.table, "modelopt", residual_channels=32)
+    layer = vllm.layers.MergedColumnParallelLinear(
+        K, [N, N], False, quant_config=config, prefix="m.gate_up_proj"
+    ).to("cuda")
+    parts = [serving.weight(N, K, i, 1 + i) for i in range(2)]
+    channels = torch.randperm(K, generator=torch.Generator().manual_seed(0))[:32].int()
+    for i, w in enumerate(parts):
+        serving.load(layer, serving.stored(w, "modelopt") | {"residual_channels": channels}, i)
+    layer.quant_method.process_weights_after_loading(layer)
+    x, on_gpu = torch.randn(m, K, device="cuda").bfloat16(), channels.cuda()
+    q = fp4gemm.quantize(x.cpu(), residual_channels=channels)
+    wanted = [fp4gemm.mm(q, fp4gemm.repeat_columns(w, channels), out_dtype=torch.bfloat16) for w in parts]
+    _assert_close(layer(x), torch.cat(wanted, -1).cuda(), "per-token", atol=1e-3)
+    assert torch.equal(layer.residual_channels, on_gpu)
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        layer(x)
+        with torch.cuda.graph(graph, stream=stream):
+            y = layer(x)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(y, layer(x))
+
+
 @pytest.mark.parametrize("use_ep", [False, True], ids=["tensor", "expert"])
 @pytest.mark.parametrize("activations", serving.ACTIVATIONS)
 def test_experts(vllm: types.SimpleNamespace, activations: str, use_ep: bool) -> None:

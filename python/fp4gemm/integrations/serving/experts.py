@@ -73,7 +73,7 @@ class ExpertsWeights:
 
     def know(self, known: Layer, activation: ActivationName, has_bias: bool = False) -> None:
         """Remember the layer, its activation, and whether each product of an expert adds a bias."""
-        self.of = known
+        self.of = known.without_residual()
         self.activation: ActivationName = activation
         self.is_gated = activations_table.by_name[self.activation].is_gated
         self.has_bias = has_bias

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from ... import _checks
 from ...checkpoint.formats import FORMATS, FormatName
-from ...recipe import INPUTS, DataFree, StoredActivations, WeightScaling, automatic
+from ...recipe import INPUTS, RESIDUAL_KINDS, DataFree, StoredActivations, WeightScaling, automatic
 from .report import Report
 from .weights import NO_SCALE, NOT_LOADED
 
-__all__ = ["TEXTS", "InPlace", "Layer", "bound_of", "dropped", "put"]
+__all__ = ["NO_CHANNEL", "TEXTS", "InPlace", "Layer", "bound_of", "dropped", "put"]
 
 # What the report says of a layer, by the kind of its activations.
 TEXTS: dict[str, str] = {
@@ -24,6 +24,7 @@ TEXTS: dict[str, str] = {
     "a16": "W4A16",
     "fp8": "W4A8, FP8 tokens with a scale for each",
 }
+NO_CHANNEL = -1  # what residual channels hold before they are loaded
 # The same of a layer that "auto" leaves in 16 bits on a device that multiplies FP8 tokens.
 NOT_FP8 = "W4A16, since k is no multiple of 64 and activations is 'auto'"
 
@@ -44,6 +45,8 @@ class Layer:
         report: told when the weights of the layer are processed.
         has_input_scale: whether the checkpoint has an outer scale of the activations. Where it should have
             none, its parameter is :func:`dropped`.
+        residual_channels: of how many channels of the input the errors are multiplied too, as the checkpoint
+            says; 0 for experts.
         is_automatic: whether "auto" chose the activations, which then may change with k: see :meth:`fitted`.
     """
 
@@ -59,11 +62,27 @@ class Layer:
     use_fast_accum: bool = False
     is_automatic: bool = False
     rounded_gate: bool = False
+    residual_channels: int = 0
 
     def __post_init__(self) -> None:
         kind = INPUTS[self.activations]
         options = "".join(f", {name} {value}" for name, value in kind.options)
-        self.report.runs(self.name, TEXTS[kind.kind] + options)
+        self.report.runs(self.name, TEXTS[kind.kind] + options + self._residual_text)
+
+    @property
+    def has_residual(self) -> bool:
+        """Whether the layer multiplies the errors of residual channels too."""
+        return self.residual_channels > 0 and INPUTS[self.activations].kind in RESIDUAL_KINDS
+
+    @property
+    def _residual_text(self) -> str:
+        if self.has_residual:
+            return f", {self.residual_channels} residual channels"
+        return ", without the residual channels of the checkpoint" if self.residual_channels else ""
+
+    def without_residual(self) -> Layer:
+        """The layer, for which the checkpoint has no residual channels."""
+        return dataclasses.replace(self, residual_channels=0) if self.residual_channels else self
 
     def fitted(self, *k: int) -> Layer:
         """The layer for weights with these k of this rank; "auto" gives FP8 tokens up if one does not fit."""
@@ -73,7 +92,7 @@ class Layer:
         if activations == self.activations:
             return self
         made = dataclasses.replace(self, activations=activations)
-        self.report.runs(self.name, NOT_FP8)
+        self.report.runs(self.name, NOT_FP8 + made._residual_text)
         return made
 
     @property
@@ -186,6 +205,8 @@ class InPlace:
 
 def _is_not_loaded(tensor: Tensor) -> bool:
     """Whether a parameter of the checkpoint is as ``create_weights`` made it."""
+    if tensor.dtype is torch.int32:
+        return bool((tensor == NO_CHANNEL).all())
     if tensor.dtype is torch.uint8:
         return bool((tensor == NOT_LOADED).all() or (tensor == NO_SCALE).all())
     return bool(tensor.float().isnan().all())

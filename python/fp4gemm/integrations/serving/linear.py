@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 
 from ...checkpoint.formats import FORMATS
+from ...checkpoint.formats.base import RESIDUAL
 from ...ops.parts import OperandParts
 from ...recipe import INPUTS
 from . import products, weights
 from .layers import Layer, dropped, put
+from .residual import repeated, residual_parameter
 
 __all__ = ["LinearWeights", "OnlineLinear", "Parameters"]
 
@@ -32,7 +34,8 @@ class LinearWeights:
     The part of an engine's linear method that does not depend on the engine. The parameters have the names of
     the checkpoint while it is loaded, and the engine shards them. Afterwards the layer holds ``weight``
     (codes, or prepacked bytes), ``weight_scale`` (absent if prepacked) and ``weight_amax``, one fp32 number
-    for each row where fused layers have several outer scales.
+    for each row where fused layers have several outer scales. With ``residual_channels``, int32 (r,), the
+    weight has r columns more.
     """
 
     parameters: Parameters
@@ -91,6 +94,11 @@ class LinearWeights:
             else:
                 scale = self.parameters.per_tensor(data=data, weight_loader=of_scale)
             layer.register_parameter(suffix, scale)
+        channels = residual_parameter(self.of, len(self.partitions), k, full_k)
+        if channels is None:
+            self.of = self.of.without_residual()
+        else:
+            layer.register_parameter(RESIDUAL, channels)
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Exchange the parameters of the checkpoint for those that the operator reads, one layer at a time.
@@ -107,14 +115,24 @@ class LinearWeights:
         weight = weights.assembled(
             name, self.of.format, codes, block_scales, outer, self.partitions, self.of.e4m3_max
         )
+        channels = None
+        if self.of.has_residual:
+            weight, channels = repeated(name, weight, getattr(layer, RESIDUAL).data)
         held = weights.hold(weight, INPUTS[self.of.activations].tokens)
         for suffix in self.of.suffixes:
             delattr(layer, suffix)
-        self.keep(layer, held, amax)
+        self.keep(layer, held, amax, channels)
 
-    def keep(self, layer: Any, held: OperandParts, input_amax: Tensor | None = None) -> None:
+    def keep(
+        self,
+        layer: Any,
+        held: OperandParts,
+        input_amax: Tensor | None = None,
+        residual_channels: Tensor | None = None,
+    ) -> None:
         """Set the parameters that the operator reads, with the bias in fp32; the self-test, the report."""
         put(layer, weight=held.data, weight_scale=held.scales, weight_amax=held.amax, input_amax=input_amax)
+        put(layer, residual_channels=residual_channels)
         bias = getattr(layer, "bias", None)
         put(layer, weight_bias=None if bias is None else bias.data.float())
         self.held = (held.e4m3_max, held.rows)
@@ -133,6 +151,7 @@ class LinearWeights:
             getattr(layer, "input_amax", None),
             self.of.batch_invariant,
             self.of.use_fast_accum,
+            getattr(layer, RESIDUAL, None),
         )
 
 

@@ -28,6 +28,7 @@ def linear(
     amax: Tensor | None = None,
     batch_invariant: bool = False,
     use_fast_accum: bool = False,
+    residual_channels: Tensor | None = None,
 ) -> Tensor:
     """``Q(x) @ Q(W).T + bias``, rounded once to the dtype of x.
 
@@ -38,6 +39,8 @@ def linear(
             all; larger values saturate. "fp8": each row becomes e4m3 with a scale of its own. "a16": x is
             not quantized.
         batch_invariant: as of :func:`fp4gemm.mm`. use_fast_accum: the same, for "fp8" alone.
+        residual_channels: int32 (r,), the columns of x whose errors are multiplied too, with "per-token". The
+            weight then is that of :func:`fp4gemm.repeat_columns`, (n, k + r).
 
     Returns:
         (..., n). Does not synchronise.
@@ -50,6 +53,7 @@ def linear(
             scaling=scaling,
             batch_invariant=batch_invariant,
             use_fast_accum=_is_fast(use_fast_accum, activations),
+            residual_channels=residual_channels,
         )
         y: Tensor = operators.linear(*call)
         return y

@@ -18,6 +18,7 @@ from ..serving import choice
 from ..serving.layers import Layer, bound_of
 from ..serving.options import Options
 from ..serving.report import Report
+from ..serving.residual import check_left, count_of
 from ._methods import (
     Fp4GemmFusedMoEMethod,
     Fp4GemmGptOssFusedMoEMethod,
@@ -56,9 +57,12 @@ def chosen(format: FormatName | SourceName, original: Any, config: Any, layer: A
         reason = config.fp4gemm_device.reason_against(activations, is_experts)
     if reason is None and is_experts:
         reason = reason_against(layer, format in SOURCES)
-    if reason is not None:
-        return config.fp4gemm_report.left(prefix, reason, original(config, layer, prefix))
     scheme = config.scheme if format == "fp4gemm" else None
+    residual = count_of(state.get("fp4gemm_config", {})) if scheme is None else scheme.residual_channels
+    if reason is not None:
+        if stored in choice.SERVED and not is_experts:
+            check_left(layer, prefix, residual, stored, reason, "SGLang")
+        return config.fp4gemm_report.left(prefix, reason, original(config, layer, prefix))
     becomes = "fp4gemm" if format in SOURCES else cast(FormatName, format)
     known = Layer(
         name=prefix,
@@ -75,6 +79,7 @@ def chosen(format: FormatName | SourceName, original: Any, config: Any, layer: A
         use_fast_accum=options.use_fast_accum,
         rounded_gate=options.rounded_gate,
         is_automatic=options.activations == "auto",
+        residual_channels=residual,
     )
     if format == "fp4gemm" and scheme is None:
         if is_experts:

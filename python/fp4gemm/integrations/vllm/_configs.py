@@ -24,6 +24,7 @@ from ..serving.choice import SERVED, activations_of, of_algorithm, said_by
 from ..serving.layers import Layer, bound_of
 from ..serving.options import Options
 from ..serving.report import Report
+from ..serving.residual import check_left, count_of
 from ._methods import (
     CompressedTensorsFp4GemmMoEMethod,
     Fp4GemmLinearMethod,
@@ -47,6 +48,7 @@ class Serves:
     served_format: FormatName
     served_scaling: WeightScaling = "tensor"
     e4m3_max = 448
+    residual_channels = 0  # of the linear layers of the checkpoint
     is_online = False  # whether the checkpoint is in 16 bits
     of_checkpoint: Mapping[str, Any] = {}  # the config of a checkpoint in a format of others
 
@@ -80,6 +82,8 @@ class Serves:
         if reason is None and is_experts:
             reason = reason_against(layer, self.is_online)
         if reason is not None:
+            if not is_experts:
+                check_left(layer, prefix, self.residual_channels, stored, reason, "vLLM")
             return self.report.left(prefix, reason, self.of_engine(layer, prefix))
         return self.method(layer, prefix, activations, self.has_input_scale(stored))
 
@@ -106,6 +110,7 @@ class Serves:
             use_fast_accum=self.serving.use_fast_accum,
             rounded_gate=self.serving.rounded_gate,
             is_automatic=self.serving.activations == "auto",
+            residual_channels=self.residual_channels,
         )
 
     def method(self, layer: Any, prefix: str, activations: StoredActivations, has_input_scale: bool) -> Any:
@@ -130,6 +135,7 @@ class _OfModelOpt(Serves):
     def _from_config(cls, *, original_config: Mapping[str, Any], **given: Any) -> Any:
         made = super()._from_config(original_config=original_config, **given)  # type: ignore[misc]
         made.e4m3_max, made.of_checkpoint = bound_of(original_config), original_config
+        made.residual_channels = count_of(original_config)
         return made
 
     def algorithm(self, prefix: str) -> str | None:
@@ -165,6 +171,7 @@ class Fp4GemmCompressedTensorsConfig(Serves, CompressedTensorsConfig):
     def from_config(cls, config: dict[str, Any]) -> Any:
         made = super().from_config(config)
         made.e4m3_max, made.of_checkpoint = bound_of(config), config
+        made.residual_channels = count_of(config)
         return made
 
     def stored(self, layer: Any, prefix: str) -> StoredActivations | str | None:

@@ -40,6 +40,7 @@ class Fp4GemmConfig(choice.OwnConfig, Serves, _OfEngine):
         if scheme is not None:
             self.e4m3_max = scheme.e4m3_max
             self.served_scaling: WeightScaling = scheme.scaling
+            self.residual_channels = scheme.residual_channels
         self.is_online = scheme is None
 
     @classmethod
