@@ -60,7 +60,7 @@ class Options:
         format: "modelopt", "compressed-tensors" or "fp4gemm" (:mod:`fp4gemm.checkpoint.formats`).
         numerics, weight_scaling, method, four_over_six: as in :class:`fp4gemm.recipe.Recipe`. weight_scaling
             None is "row" in the format "fp4gemm", and "tensor" in the others, which hold no other.
-        calibration: what "search" and "gptq" need: Statistics or a StatisticsFile
+        calibration: what "search", "gptq" and residual_channels need: Statistics or a StatisticsFile
             (:mod:`fp4gemm.calibration`), or a :class:`fp4gemm.checkpoint.Text`, of which :func:`convert`
             makes them. Or a path or a str: a file of statistics or of text, or a text itself.
         activations: "a16", "per-token" or "per-tensor", perhaps with options of the cast, "fp8" or "static"

@@ -30,6 +30,7 @@ from ..recipe import (
     Quantizer,
     Recipe,
     WeightScaling,
+    check_residual_channels,
     checked_activations,
     checked_recipe,
     data_of,
@@ -39,6 +40,7 @@ from .automatic import settle
 from .calibration import collected, evaluated
 from .fuse import fuse_blocks
 from .report import QuantizeReport
+from .residual import choose
 from .select import Candidate, float_weights
 from .walk import Walk
 
@@ -59,6 +61,7 @@ def quantize_model(
     method: Method | None = None,
     calibration: Statistics | StatisticsFile | Iterable[object] | None = None,
     sequential: bool = False,
+    residual_channels: int = 0,
     check_finite: CheckFinite = "off",
     use_fast_accum: bool = False,
     batch_invariant: bool = False,
@@ -118,6 +121,13 @@ def quantize_model(
             all experts added; the report names what else was done.
         sequential: with batches: block after block (decoder layer after decoder layer), each calibrated on
             the results of those before it, whose weights are rounded already; their inputs are not.
+        residual_channels: of how many input channels of each linear layer the errors of the cast to NVFP4
+            are multiplied too, as in :class:`fp4gemm.nn.Linear`: a multiple of 32, with activations
+            "per-token" or "per-tensor"; 0: of none. The calibration chooses them
+            (:func:`fp4gemm.calibration.residual_channels`), for layers that read the same tensor together.
+            Statistics need quantization errors: ``calibrate(..., quantization_error=True)``, after
+            :func:`fp4gemm.models.smooth`. Experts and layers with fewer channels have none; the report says
+            so.
         inplace: swap inside ``model`` and return it; otherwise the model stays as it is and a copy is
             returned. The float weights of swapped layers are not copied.
         report: called with a QuantizeReport of what was done; ``report=print`` shows it as a table. It lists
@@ -175,6 +185,7 @@ def quantize_model(
         recipe = Recipe(activations=first, weight_scaling=weight_scaling, method=method, data=data)
     else:
         recipe = dataclasses.replace(given, data=data)
+    check_residual_channels(residual_channels, cast(str, activations), data)
     for name, callback in (("progress", progress), ("report", report)):
         _checks.is_callback(name, callback)
     candidates = select.chosen(model, include, exclude, types)
@@ -187,13 +198,14 @@ def quantize_model(
     before = _totals(model)
 
     chosen = [c for c in candidates if c.action == "quantized"]
-    swapper = Swapper(recipe, check_finite, use_fast_accum, is_auto, len(chosen), progress, given)
+    swapper = Swapper(
+        recipe, check_finite, use_fast_accum, is_auto, len(chosen), progress, given, residual_channels
+    )
     if sequential:
         swapper.walk(model, chosen, calibration)
     else:
         if calibration is not None and not isinstance(calibration, (Statistics, StatisticsFile)):
-            wanted = collect.Wanted(moment=recipe.method == "gptq")
-            calibration = Statistics(collected(model, calibration, chosen, wanted))
+            calibration = Statistics(collected(model, calibration, chosen, swapper.wanted))
         swapper.all(chosen, calibration)
     _set_batch_invariant(chosen, batch_invariant)
     model = _placed(model, chosen, inplace)
@@ -276,8 +288,11 @@ class Swapper:
         total: int,
         progress: Progress | None,
         kept: Recipe | None = None,
+        residual_channels: int = 0,
     ) -> None:
         self._recipe = recipe
+        self._residual_channels = residual_channels
+        self.wanted = collect.Wanted(moment=recipe.method == "gptq", error=residual_channels > 0)
         self._options: dict[str, Any] = {
             "recipe": kept,
             "activations": recipe.activations,
@@ -295,8 +310,17 @@ class Swapper:
         Raises:
             ValueError: the statistics lack a layer, or have another k or number of experts for it.
         """
+        channels = self._channels(chosen, statistics)
         for c in chosen:
-            self._swap(c, {} if statistics is None else statistics_of(c, statistics))
+            self._swap(c, {} if statistics is None else statistics_of(c, statistics), channels)
+
+    def _channels(
+        self, candidates: Sequence[Candidate], statistics: Mapping[str, InputStatistics] | None
+    ) -> dict[str, Tensor]:
+        """The residual channels of layers, by their first names; statistics are there if some are wanted."""
+        return (
+            choose(candidates, statistics or {}, self._residual_channels) if self._residual_channels else {}
+        )
 
     def walk(self, model: torch.nn.Module, chosen: Sequence[Candidate], batches: Any) -> None:
         """Quantize block by block, each with statistics behind the weights that were quantized before.
@@ -312,19 +336,22 @@ class Swapper:
             walk.refuse_outside(chosen)
             for number in range(len(walk.blocks)):
                 own = walk.inside(number, chosen)
-                collector = collect.Collector(own, collect.Wanted(moment=self._recipe.method == "gptq"))
+                collector = collect.Collector(own, self.wanted)
                 with collector.hooked():
                     walk.run(number, keep=False)
                 statistics = collector.statistics()
+                channels = self._channels(own, statistics)
                 for c in own:
-                    self._swap(c, statistics_of(c, statistics))
+                    self._swap(c, statistics_of(c, statistics), channels)
                 with _rounded(own):
                     walk.run(number, keep=True)
 
-    def _swap(self, c: Candidate, statistics: Mapping[str, InputStatistics]) -> None:
+    def _swap(
+        self, c: Candidate, statistics: Mapping[str, InputStatistics], channels: Mapping[str, Tensor]
+    ) -> None:
         quantizer = Quantizer(self._recipe, statistics, self._factorization)
         with materialized(c.module):
-            c.swapped = quantized(c, {**self._options, "method": quantizer})
+            c.swapped = quantized(c, {**self._options, "method": quantizer}, channels.get(c.names[0]))
         carry_over(c.module, c.swapped)
         if self._is_auto:
             reason = settle(c.swapped, self._use_fast_accum)
@@ -349,9 +376,13 @@ class Swapper:
             self._progress(self._done, self._total, c.names[0])
 
 
-def quantized(c: Candidate, options: dict[str, Any]) -> Linear | Experts:
+def quantized(
+    c: Candidate, options: dict[str, Any], residual_channels: Tensor | None = None
+) -> Linear | Experts:
     """The NVFP4 layer or experts of a candidate; options are those of ``from_float``."""
     if isinstance(c.module, torch.nn.Linear):
+        if residual_channels is not None:
+            options = {**options, "residual_channels": residual_channels.to(c.module.weight.device)}
         return Linear.from_float(c.module, **options)
     return moe.convert(c.module, cast(moe.ExpertsPlan, c.plan), **options)
 

@@ -31,6 +31,7 @@ class LayerReport:
         output_error: |X (W - Q)^T| / |X W^T| on the calibration's inputs X; None without calibration.
         activations: how the layer quantizes its input, which ``activations="auto"`` has chosen by its device
             and k; "" if it stays in float.
+        residual_channels: of how many input channels the errors are multiplied too.
     """
 
     name: str
@@ -42,6 +43,7 @@ class LayerReport:
     method: str = ""
     output_error: float | None = None
     activations: str = ""
+    residual_channels: int = 0
 
     @property
     def size(self) -> str:
@@ -199,6 +201,8 @@ class QuantizeReport:
             lines.append(
                 "activations: " + ", ".join(f"{kind} of {number}" for kind, number in chosen.items())
             )
+        residual = Counter(layer.residual_channels for layer in self.layers if layer.residual_channels)
+        lines += [f"residual channels: {count} of {number}" for count, number in residual.items()]
         if self.weights:
             sizes: Counter[str] = Counter()
             for weight in self.weights:

@@ -38,6 +38,7 @@ class Candidate:
     method: str = ""
     output_error: float | None = None
     activations: str = ""
+    residual_channels: int = 0
 
     @property
     def is_linear(self) -> bool:
@@ -197,7 +198,9 @@ def reports(candidates: list[Candidate]) -> tuple[tuple[LayerReport, ...], tuple
                 reason, before, after = f"same module as {c.names[0]}", 0, 0
             if isinstance(c.module, torch.nn.Linear):
                 shape = (c.module.out_features, c.module.in_features)
-                layers.append(LayerReport(name, shape, action, reason, before, after, *how))
+                layers.append(
+                    LayerReport(name, shape, action, reason, before, after, *how, c.residual_channels)
+                )
             else:
                 size, activation = _experts_size(c)
                 experts.append(ExpertsReport(name, size, activation, action, reason, before, after, *how))
