@@ -76,8 +76,8 @@ def rank(request: pytest.FixtureRequest) -> Iterator[int]:
     reset_context()
 
 
-def _config(format: str, activations: str) -> Any:
-    scheme = Scheme(format=format, activations=activations)  # type: ignore[arg-type]
+def _config(format: str, activations: str, **more: Any) -> Any:
+    scheme = Scheme(format=format, activations=activations, **more)  # type: ignore[arg-type]
     given = {**quantization_config(scheme), "packed_modules_mapping": {}, "hf_config": None}
     return get_quantization_config(serving.METHODS[format]).from_config(given)
 
@@ -89,6 +89,31 @@ def _tensors(w: fp4gemm.NVFP4Tensor, format: str, activations: str) -> dict[str,
 
 def _x(m: int, k: int) -> Tensor:
     return torch.randn(m, k, generator=torch.Generator().manual_seed(m)).bfloat16()
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_residual_channels_of_fused_layers(rank: int, format: str) -> None:
+    """The rows are sharded, and the channels are not; also after an update."""
+    layer = linear.QKVParallelLinear(
+        K, 64, 4, 2, bias=False, params_dtype=torch.bfloat16,
+        quant_config=_config(format, "per-token", residual_channels=32), prefix="m.qkv_proj",
+    )  # fmt: skip
+    for seed in (0, 100):
+        layer.quant_method.restore_weights_before_loading(layer)
+        channels = torch.randperm(K, generator=torch.Generator().manual_seed(seed))[:32].int()
+        parts = {
+            name: serving.weight(n, K, seed + i)
+            for i, (name, n) in enumerate((("q", 256), ("k", 128), ("v", 128)))
+        }
+        for shard, w in parts.items():
+            tensors = _tensors(w, format, "per-token") | {"residual_channels": channels}
+            serving.load(layer, tensors, shard)
+        layer.quant_method.process_weights_after_loading(layer)
+        for m in M:
+            q = fp4gemm.quantize(_x(m, K), residual_channels=channels)
+            again = [fp4gemm.repeat_columns(w, channels) for w in parts.values()]
+            whole = [fp4gemm.mm(q, w, out_dtype=torch.bfloat16).chunk(2, -1)[rank] for w in again]
+            assert torch.equal(layer(_x(m, K))[0], torch.cat(whole, -1))
 
 
 @pytest.mark.parametrize("activations", ["per-token", "a16", "fp8"])

@@ -16,6 +16,7 @@ import pytest
 pytest.importorskip("vllm", reason="needs requirements/serving.txt: make test-serving")
 nvfp4_models = pytest.importorskip("nvfp4_models")
 
+from tokenizers_of_words import TEXT  # noqa: E402
 from vllm_runs import PROGRAM, STEPS, converted, engine  # noqa: E402
 
 pytestmark = pytest.mark.slow
@@ -87,6 +88,19 @@ def test_our_own_format_is_served(tmp_path: Path) -> None:
     found = engine(tmp_path, model=str(folder))
     assert found["first"]["different"] == 0
     assert found["first"]["equal"] == 8 * STEPS
+
+
+def test_residual_channels_are_served_and_updated(tmp_path: Path) -> None:
+    """Every call has the bits of transformers' modules, which are not those of the layers without."""
+    options = ("--activations", "per-token", "--calibration", TEXT, "--residual-channels", "32")
+    floats = [nvfp4_models.save_seeded("llama", tmp_path / f"float{i}", i) for i in range(2)]
+    first, second = (converted(folder, *options) for folder in floats)
+    found = engine(tmp_path, model=str(first), update=str(second))
+    for step in ("first", "updated"):
+        assert found[step]["different"] == 0
+        assert found[step]["equal"] == 8 * STEPS
+    assert found["addresses_kept"]
+    assert "W4A4, an amax for each token, 32 residual channels: " in found["log"]
 
 
 def test_a_cache_in_fp8_changes_no_bit_of_a_layer(tmp_path: Path) -> None:

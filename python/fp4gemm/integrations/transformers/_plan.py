@@ -28,6 +28,7 @@ from ...checkpoint.formats import (
     StoredLayer,
     StoredWeight,
 )
+from ...checkpoint.formats.base import RESIDUAL
 from ...checkpoint.stacked import rounding
 from ...containers.interop import MXFP4Report
 from ...containers.nvfp4 import NVFP4Tensor
@@ -35,8 +36,10 @@ from ...models import moe
 from ...nn import _formats as weights
 from ...nn._formats import BOUND, CODES
 from ...nn._inputs import OUT_STEP
+from ...nn._weight import RESIDUAL as CHANNELS
 from ...nn.experts import StackedWeight
-from ...recipe import INPUTS, LayerActivations, StoredActivations
+from ...quantize import repeat_columns
+from ...recipe import INPUTS, RESIDUAL_KINDS, LayerActivations, StoredActivations
 from ._stored import StoredModule, refuse
 
 __all__ = [
@@ -131,6 +134,7 @@ class Plan:
         activations: what the checkpoint says of the experts of that name.
         left: modules of the checkpoint that the model does not have.
         notes: what was rounded in the weights of a format of SOURCES, in words.
+        residual: the linear layers of the model that multiply the errors of residual channels.
     """
 
     format: FormatName
@@ -142,6 +146,7 @@ class Plan:
     activations: dict[str, StoredActivations] = field(default_factory=dict)
     left: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    residual: set[str] = field(default_factory=set)
 
     def buffers(self, anchor: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The buffers of the module of this anchor, by their full names, of the stored tensors.
@@ -158,8 +163,13 @@ class Plan:
             weight, bias = self._of_stack(fill, tensors)
         else:
             weight, bias = self._of_shards(fill, tensors)
+        channels = None
+        if fill.module in self.residual:
+            weight, channels = self._repeated(cast(Fill, fill), cast(NVFP4Tensor, weight), tensors)
         form = weights.format_of(weight)
         made = form.parts(weight)
+        if channels is not None:
+            made[CHANNELS] = channels
         if isinstance(weight, NVFP4Tensor):
             made[BOUND] = weight.amax.new_full((1,), weight.e4m3_max, dtype=torch.int32)
         if bias is not None:
@@ -187,6 +197,17 @@ class Plan:
         ]
         stacks = [torch.stack(each) if fill.is_stack else each[0] for each in parts]
         return weight, stacks[0] if len(stacks) == 1 else torch.stack(stacks, -1).flatten(-2)
+
+    def _repeated(
+        self, fill: Fill, weight: NVFP4Tensor, tensors: Mapping[str, Tensor]
+    ) -> tuple[NVFP4Tensor, Tensor]:
+        """The weight with the columns of its residual channels again, and these."""
+        name = f"{fill.shards[0][0]}.{RESIDUAL}"
+        channels = tensors[name].contiguous()
+        try:
+            return repeat_columns(weight, channels), channels
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{name}: {error}") from error
 
     def _of_stack(
         self, fill: FillStack, tensors: Mapping[str, Tensor]
@@ -479,6 +500,9 @@ def swap(
         for own in ("weight", *(("bias",) if stored.has_bias else ())):
             model.all_tied_weights_keys.pop(f"{name}.{own}", None)
         mine = activations(cast(StoredActivations, stored.stored))
+        residual = stored.residual_channels if INPUTS[mine].kind in RESIDUAL_KINDS else 0
+        if residual:
+            plan.residual.add(name)
         made[name] = nn.Linear(
             stored.k,
             stored.n,
@@ -488,6 +512,7 @@ def swap(
             activations=mine,
             weight_scaling="row" if stored.is_per_row or INPUTS[mine].weights != "nvfp4" else "tensor",
             use_fast_accum=use_fast_accum and INPUTS[mine].tokens == "fp8",
+            residual_channels=residual,
         )
     for name, read in plan.experts.items():
         mine = activations(plan.activations.get(name, "a16"))

@@ -114,7 +114,13 @@ class Fp4GemmQuantizer(HfQuantizer):
         self._check_weights()
         if not scheme.groups:
             check_fast_accum(self._fast, self._loaded(scheme.activations))
+        if scheme.residual_channels and self._activations == AUTO:
+            raise ValueError(
+                f"activations: got {AUTO!r} for a checkpoint with {scheme.residual_channels} residual "
+                "channels, must be absent or another, since only 'per-token' and 'per-tensor' go with them"
+            )
         swap(model, self.plan, self._loaded, self._fast, config.rounded_gate, dtype)
+        self._warn_of_residual(self.plan)
         for line in about_dequantized(self.plan):
             logger.warning("%s", line)
         self.unused = Counter(name.rpartition(".")[2] for name in unused)
@@ -138,6 +144,18 @@ class Fp4GemmQuantizer(HfQuantizer):
             raise ValueError(
                 f"activations: got {self._first!r}, must be a value with weights in "
                 f"{' or '.join(each.upper() for each in held)}, which the checkpoint holds"
+            )
+
+    def _warn_of_residual(self, plan: Plan) -> None:
+        """Warn if the activations that were asked for have no use for residual channels."""
+        idle = [
+            n for n, stored in plan.linears.items() if stored.residual_channels and n not in plan.residual
+        ]
+        if idle:
+            logger.warning(
+                "residual_channels of %s layers of the checkpoint are not used, since activations are %r",
+                len(idle),
+                self._activations,
             )
 
     def _loaded(self, stored: Stored) -> LayerActivations:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 
 from ... import _names, nn
+from ...calibration.residual import why_none
 from ...checkpoint.formats import (
     FORMATS,
     SOURCES,
@@ -21,9 +22,11 @@ from ...checkpoint.formats import (
     SourceFormat,
     StoredWeight,
 )
+from ...checkpoint.formats.base import RESIDUAL
 from ...containers.mxfp4 import MXFP4Tensor
 from ...containers.nvfp4 import NVFP4Tensor
 from ...models import moe
+from ...models.collect import is_expert
 from ...models.fuse import fused
 from ...models.select import float_weights
 from ...nn import _formats as weights
@@ -31,7 +34,7 @@ from ...nn._hooks import materialized
 from ...nn._weight import WeightModule
 from ...nn.gated import GatedMLP
 from ...nn.merged import MergedLinear, Part, rows_of
-from ...recipe import INPUTS, LayerActivations, StoredActivations
+from ...recipe import INPUTS, RESIDUAL_KINDS, LayerActivations, StoredActivations
 from ._config import Fp4GemmConfig
 
 __all__ = ["source_of", "state_dict"]
@@ -44,8 +47,23 @@ _REMEDIES = {
     "use_fast_accum": "; set use_fast_accum of all layers to one value",
     "rounded_gate": "; set rounded_gate of all experts to one value",
 }
-# The name of the module, its weight and bias, and the activations of the layer.
-Weight = tuple[str, weights.Weight, "Tensor | None", LayerActivations]
+
+
+class Weight(NamedTuple):
+    """A quantized weight under the name of its module.
+
+    Attributes:
+        name: of the module.
+        weight, bias: those of the module.
+        kind: the activations of the layer.
+        channels: its residual channels, or None.
+    """
+
+    name: str
+    weight: weights.Weight
+    bias: Tensor | None
+    kind: LayerActivations
+    channels: Tensor | None = None
 
 
 def state_dict(model: Any, config: Fp4GemmConfig) -> dict[str, Tensor]:
@@ -68,8 +86,11 @@ def state_dict(model: Any, config: Fp4GemmConfig) -> dict[str, Tensor]:
     kinds: dict[str, LayerActivations] = {}
     state = _of_others(model)
     about, scaling = FORMATS[format], "tensor"
-    for name, weight, bias, kind in _weights(model):
+    residual = _agreed_residual(model)
+    for name, weight, bias, kind, channels in _weights(model):
         kinds[name] = kind
+        if channels is not None:
+            state[f"{name}.{RESIDUAL}"] = channels.to("cpu", copy=True)
         stored = _stored(name, cast(NVFP4Tensor, weight), format)  # the only ones, by _agreed
         scaling = "row" if stored.outer.numel() > 1 else scaling
         state |= {key: tensor.to("cpu", copy=True) for key, tensor in stored.tensors(name).items()}
@@ -84,6 +105,7 @@ def state_dict(model: Any, config: Fp4GemmConfig) -> dict[str, Tensor]:
         e4m3_max=e4m3_max,
         scaling=scaling,  # type: ignore[arg-type]
         **_targets(model, activations, kinds),
+        residual_channels=residual,
     )
     config.describe(activations, fused(model), use_fast_accum, rounded_gate)
     return state
@@ -209,6 +231,26 @@ def _agreed(model: Any, format: FormatName) -> tuple[LayerActivations, int, bool
     return next(iter(scalings)), next(iter(bounds)), next(iter(sums)), next(iter(gates), False)
 
 
+def _agreed_residual(model: Any) -> int:
+    """The number of residual channels of the linear layers, of which those with fewer channels have none.
+
+    Raises:
+        ValueError: they do not agree.
+    """
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear)}
+    count = max((layer.num_residual for layer in layers.values()), default=0)
+    for name, layer in layers.items():
+        is_able = INPUTS[layer.activations].kind in RESIDUAL_KINDS
+        is_able = is_able and not why_none(layer.in_features, count, is_expert(name))
+        wanted = count if is_able else 0
+        if layer.num_residual != wanted:
+            raise ValueError(
+                f"model: {name} has {layer.num_residual} residual channels, must have {wanted} in a "
+                f"checkpoint whose layers have {count}; quantize all layers by one call"
+            )
+    return count
+
+
 def _stored(name: str, weight: NVFP4Tensor, format: FormatName) -> StoredWeight:
     amax = weight.amax
     if amax.numel() > 1 and bool((amax == amax[0]).all()):
@@ -243,7 +285,8 @@ def _weights(model: Any) -> Iterator[Weight]:
     for name, module in modules.items():
         if isinstance(module, Part):
             with materialized(module.merged):
-                yield name, module.weight, module.bias, _kind(module.merged)
+                whole = module.merged
+                yield Weight(name, module.weight, module.bias, _kind(whole), whole.residual_channels)
         elif isinstance(module, GatedMLP):
             yield from _of_gated(name, module)
         elif isinstance(module, nn.Experts):
@@ -252,7 +295,7 @@ def _weights(model: Any) -> Iterator[Weight]:
             if isinstance(module, MergedLinear) and len(module.sizes) > 1:
                 raise ValueError(f"{name}: is a merged layer whose parts are unknown, must not be")
             with materialized(module):
-                yield name, module.weight, module.bias, _kind(module)
+                yield Weight(name, module.weight, module.bias, _kind(module), module.residual_channels)
 
 
 def _kind(module: Any) -> LayerActivations:
@@ -265,17 +308,20 @@ def _of_gated(name: str, mlp: GatedMLP) -> Iterator[Weight]:
     gate_name, up_name, down_name = mlp.layer_names
     with materialized(mlp.gate_up):
         weight, bias = mlp.gate_up.weight, mlp.gate_up.bias
+        how = _kind(mlp.gate_up), mlp.gate_up.residual_channels
         rows = weight.shape[0]
         halves = [rows_of(weight, range(i, rows, 2)) for i in (0, 1)]
         biases = [None if bias is None else bias[i::2] for i in (0, 1)]
         if up_name is None:
             bias = None if bias is None else torch.cat((bias[0::2], bias[1::2]))
-            yield f"{name}.{gate_name}", weights.format_of(halves[0]).joined(halves), bias, _kind(mlp.gate_up)
+            joined = weights.format_of(halves[0]).joined(halves)
+            yield Weight(f"{name}.{gate_name}", joined, bias, *how)
         else:
-            yield f"{name}.{gate_name}", halves[0], biases[0], _kind(mlp.gate_up)
-            yield f"{name}.{up_name}", halves[1], biases[1], _kind(mlp.gate_up)
+            yield Weight(f"{name}.{gate_name}", halves[0], biases[0], *how)
+            yield Weight(f"{name}.{up_name}", halves[1], biases[1], *how)
     with materialized(mlp.down):
-        yield f"{name}.{down_name}", mlp.down.weight, mlp.down.bias, _kind(mlp.down)
+        down = mlp.down
+        yield Weight(f"{name}.{down_name}", down.weight, down.bias, _kind(down), down.residual_channels)
 
 
 def _of_experts(name: str, experts: nn.Experts, names: _names.Projections) -> Iterator[Weight]:
@@ -288,9 +334,9 @@ def _of_experts(name: str, experts: nn.Experts, names: _names.Projections) -> It
             for role, start, step in steps:
                 rows = rows_of(first, range(start, first.shape[0], step))
                 own = None if bias is None else bias[start::step]
-                yield f"{name}.{e}.{getattr(names, role)}", rows, own, _kind(experts)
+                yield Weight(f"{name}.{e}.{getattr(names, role)}", rows, own, _kind(experts))
             bias = None if experts.w2.bias is None else experts.w2.bias[e]
-            yield f"{name}.{e}.{names.down}", w2[e], bias, _kind(experts)
+            yield Weight(f"{name}.{e}.{names.down}", w2[e], bias, _kind(experts))
 
 
 def _expert_names(model: Any) -> _names.Projections:

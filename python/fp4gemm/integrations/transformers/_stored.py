@@ -6,10 +6,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple, cast
 
+from ... import _names
+from ...calibration.residual import why_none
 from ...checkpoint import source
 from ...checkpoint.formats import FORMATS, LAYERS, Format, LayerName, PackedFormat, Scheme
+from ...checkpoint.formats.base import RESIDUAL
 from ...checkpoint.formats.layers import Stored
-from ...recipe import StoredActivations
+from ...recipe import INPUTS, RESIDUAL_KINDS, StoredActivations
 
 __all__ = ["Header", "StoredModule", "headers", "kv_names", "packed_modules", "refuse", "stored_modules"]
 
@@ -37,6 +40,7 @@ class StoredModule(NamedTuple):
         is_per_row: whether it has an amax for each row.
         suffixes: those of its tensors that are read: of the weight, and "bias" of one that stays quantized.
         stored: the activations of its layer as the config has them, or the format of LAYERS.
+        residual_channels: how many the layer has; 0: none.
         has_bias: whether "bias" is among the suffixes.
     """
 
@@ -46,6 +50,7 @@ class StoredModule(NamedTuple):
     is_per_row: bool
     suffixes: tuple[str, ...]
     stored: Stored
+    residual_channels: int = 0
 
     @property
     def has_bias(self) -> bool:
@@ -98,8 +103,9 @@ def stored_modules(tensors: Mapping[str, Header], scheme: Scheme) -> tuple[list[
             found = LAYERS[kind].problems(owner, members)
             made = None if found else _other(owner, members, kind)
         elif _is_quantized(members, format) and not _is_fp8(members, format):
-            found = _problems(owner, members, format, scales)
             activations = scheme.activations if kind is None else cast(StoredActivations, kind)
+            found = _problems(owner, members, format, scales)
+            found = found or _residual_problems(owner, members, format, activations, scheme)
             made = None if found else _module(owner, members, format, activations)
         else:
             found = _confirmed(owner, members, owner in named)
@@ -189,7 +195,7 @@ def _problems(owner: str, members: Mapping[str, Header], format: Format, scales:
     if missing:
         there = ", ".join(name for name in format.weight_suffixes if name in members)
         return [f"{owner}.{name} is missing beside {there}" for name in missing]
-    known = [*format.weight_suffixes, format.input_scale, "bias", *sorted(scales)]
+    known = [*format.weight_suffixes, format.input_scale, "bias", RESIDUAL, *sorted(scales)]
     found = [
         f"{owner}.{name} is not known, must be one of {', '.join(known)}"
         for name in sorted(set(members) - set(known))
@@ -216,13 +222,38 @@ def _problems(owner: str, members: Mapping[str, Header], format: Format, scales:
     return found
 
 
+def _residual_problems(
+    owner: str,
+    members: Mapping[str, Header],
+    format: Format,
+    activations: StoredActivations,
+    scheme: Scheme,
+) -> list[str]:
+    """What is wrong with the residual channels of a module, which config.json says that layers have."""
+    count, name = scheme.residual_channels, f"{owner}.{RESIDUAL}"
+    is_expert = _names.expert_of(owner) is not None
+    why = why_none(2 * members[format.codes].shape[1], count, is_expert)
+    if INPUTS[activations].kind not in RESIDUAL_KINDS:
+        why = f"no residual channels: activations are {activations!r}"
+    if not count or why:
+        reason = why or "config.json says that no layer has residual channels"
+        return [f"{name} must be absent: {reason}"] if RESIDUAL in members else []
+    if RESIDUAL not in members:
+        return [f"{name} is missing, and config.json says that layers have {count} residual channels"]
+    header = members[RESIDUAL]
+    if header != Header("I32", (count,)):
+        return [f"{name} is {header.dtype} of the shape {header.shape}, must be I32 of the shape ({count},)"]
+    return []
+
+
 def _module(
     owner: str, members: Mapping[str, Header], format: Format, activations: StoredActivations
 ) -> StoredModule:
     n, half_k = members[format.codes].shape
     outer = members[format.outer_scale].shape
-    suffixes = (*format.weight_suffixes, *(("bias",) if "bias" in members else ()))
-    return StoredModule(owner, n, 2 * half_k, outer == (n,) and n > 1, suffixes, activations)
+    suffixes = (*format.weight_suffixes, *(name for name in ("bias", RESIDUAL) if name in members))
+    residual = members[RESIDUAL].shape[0] if RESIDUAL in members else 0
+    return StoredModule(owner, n, 2 * half_k, outer == (n,) and n > 1, suffixes, activations, residual)
 
 
 def _other(owner: str, members: Mapping[str, Header], layer: LayerName) -> StoredModule:
