@@ -11,7 +11,8 @@ ACTIVATIONS = {
     "W4A8": Operands("fp8"),
     "W4A4": Operands("nvfp4"),
     "W4A4, 4/6": Operands("nvfp4", {"four_over_six": "mse"}),
-    "W4A4, residual": Operands("nvfp4", residual=16),
+    "W4A4, residual": Operands("nvfp4", residual=32),
+    "W4A4, residual 64": Operands("nvfp4", residual=64),
     "MXFP8": Operands("mxfp8"),  # of weights in MXFP8 alone, W8A8
 }
 # The kinds of --fp8-sums, for which the layers themselves run in place of an emulation: their use_fast_accum.
@@ -19,6 +20,7 @@ FP8_SUMS = {"W4A8, promoted": False, "W4A8, fast sums": True}
 
 WITH_FP8 = ("W4A16", "W4A8", "W4A4")
 EVERY = (*WITH_FP8, "W4A4, 4/6")  # of weights in NVFP4
+RESIDUAL = ("W4A4, residual", "W4A4, residual 64")
 
 
 class Contender(NamedTuple):
@@ -40,9 +42,9 @@ class Contender(NamedTuple):
 
 
 CONTENDERS = (
-    Contender("float weights", activations=("W4A8", "W4A4", "W4A4, 4/6", "W4A4, residual")),
+    Contender("float weights", activations=("W4A8", "W4A4", "W4A4, 4/6", *RESIDUAL)),
     Contender(
-        "smooth + float weights", is_smoothed=True, activations=("W4A4", "W4A4, 4/6", "W4A4, residual")
+        "smooth + float weights", is_smoothed=True, activations=("W4A8", "W4A4", "W4A4, 4/6", *RESIDUAL)
     ),
     Contender("FP8 weights", activations=("W4A8",), is_fp8=True),
     Contender("MXFP8 weights", "round", activations=("MXFP8",), made_for="mxfp8"),
@@ -54,7 +56,7 @@ CONTENDERS = (
     Contender("GPTQ, sequential", "gptq", True, is_sequential=True),
     Contender("smooth + search, weighted", "search", True, True, activations=WITH_FP8),
     Contender("smooth + GPTQ, sequential", "gptq", True, True, True, activations=EVERY),
-    Contender("smooth + GPTQ", "gptq", True, True, activations=EVERY),
+    Contender("smooth + GPTQ", "gptq", True, True, activations=(*EVERY, *RESIDUAL)),
     Contender("search, weighted, for FP8", "search", True, activations=WITH_FP8, made_for="fp8"),
     Contender("GPTQ, for FP8", "gptq", True, activations=WITH_FP8, made_for="fp8"),
     Contender(

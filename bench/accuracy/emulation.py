@@ -9,12 +9,15 @@ values q * s of a weight become 8 * e4m3(q * s / 8), as in fp4gemm/reference/gem
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 import fp4gemm
 import torch
 from fp4gemm import reference
+from fp4gemm.calibration import Statistics
+from fp4gemm.models import select
+from fp4gemm.models.residual import choose
 from torch import Tensor
 
 
@@ -26,16 +29,16 @@ class Operands(NamedTuple):
             and the values of a weight are rounded to e4m3. "mxfp8": each row becomes MXFP8, beside a weight
             in MXFP8. "16-bit": both stay as they are.
         options: those of fp4gemm.quantize, with "nvfp4".
-        residual: with "nvfp4", the number of channels whose error is quantized and multiplied too, as k more
-            columns (ARCQuant, arXiv 2601.07475), a multiple of 16; that of a layer is one of 32.
+        residual: with "nvfp4", of how many channels the errors are multiplied too (ARCQuant, arXiv
+            2601.07475), as ``residual_channels`` of quantize_model has them.
     """
 
     tokens: Literal["16-bit", "nvfp4", "fp8", "mxfp8"] = "16-bit"
     options: Mapping[str, Any] = {}
     residual: int = 0
 
-    def of_input(self, x: Tensor) -> Tensor:
-        """The values of an input (.., k)."""
+    def of_input(self, x: Tensor, channels: Tensor | None = None) -> Tensor:
+        """The values of an input (.., k); with channels (.., k + r), behind them those of their errors."""
         if self.tokens == "16-bit":
             return x
         rows = x.reshape(-1, x.shape[-1])
@@ -43,21 +46,16 @@ class Operands(NamedTuple):
             return fp8_rows(rows).view(x.shape)
         if self.tokens == "mxfp8":
             return fp4gemm.quantize_mxfp8(rows).dequantize(torch.float32).view(x.shape)
-        values: Tensor = fp4gemm.quantize(rows, **self.options).dequantize(torch.float32)
-        return values.view(x.shape)
-
-    def with_residual(self, x: Tensor, channels: Tensor) -> Tensor:
-        """The values (.., k + residual) of an input (.., k), and of the errors of these of its channels.
-
-        All of a row are quantized with the amax of the row, as those of one operand are.
-        """
-        rows = x.reshape(-1, x.shape[-1])
-        errors = (rows - self.of_input(rows))[:, channels]
-        values = self.of_input(torch.cat((rows, errors), 1))
+        quantized = fp4gemm.quantize(rows, residual_channels=channels, **self.options)
+        values: Tensor = quantized.dequantize(torch.float32)
         return values.view(*x.shape[:-1], values.shape[1])
 
-    def of_weight(self, w: fp4gemm.NVFP4Tensor | fp4gemm.MXFP8Tensor) -> Tensor:
-        """The values (n, k) of a weight, in float32."""
+    def of_weight(
+        self, w: fp4gemm.NVFP4Tensor | fp4gemm.MXFP8Tensor, channels: Tensor | None = None
+    ) -> Tensor:
+        """The values (n, k) of a weight, in float32; (n, k + r) with the columns of channels again."""
+        if channels is not None and isinstance(w, fp4gemm.NVFP4Tensor):
+            return fp4gemm.repeat_columns(w, channels).dequantize(torch.float32)
         if self.tokens != "fp8" or isinstance(w, fp4gemm.MXFP8Tensor):
             return w.dequantize(torch.float32)
         scales = w.compact_scales().float().repeat_interleave(16, dim=1)
@@ -76,8 +74,8 @@ class Emulated(torch.nn.Module):
     """A linear layer with the values of a weight, whose inputs become those of the operands.
 
     Args:
-        weight: (n, k), or (n, k + residual) with the columns of the residual's channels again.
-        channels: int64 (residual,), or None without a residual.
+        weight: (n, k), or (n, k + r) with the columns of the residual channels again.
+        channels: the residual channels, int32 (r,), or None.
     """
 
     def __init__(
@@ -87,25 +85,21 @@ class Emulated(torch.nn.Module):
         self.weight, self.bias, self.operands, self.channels = weight, bias, operands, channels
 
     def forward(self, x: Tensor) -> Tensor:
-        operands, channels = self.operands, self.channels
-        values = operands.of_input(x) if channels is None else operands.with_residual(x, channels)
-        return torch.nn.functional.linear(values, self.weight, self.bias)
+        return torch.nn.functional.linear(self.operands.of_input(x, self.channels), self.weight, self.bias)
 
 
 def emulated(
     model: torch.nn.Module, operands: Operands, channels: Mapping[str, Tensor] | None = None
 ) -> torch.nn.Module:
-    """A copy of a quantized model with emulated layers; channels: those of the residual, by layer."""
+    """A copy of a quantized model with emulated layers.
+
+    channels: the residual channels by layer; a layer that has some itself multiplies the errors of these.
+    """
     memo: dict[int, Any] = {}
     for name, module in model.named_modules():
         if isinstance(module, fp4gemm.nn.Linear):
-            weight, chosen = operands.of_weight(module.weight), None
-            if channels is not None:
-                chosen = channels[name]
-                # The columns again are in blocks of their own, and have the amax of the row.
-                longer = torch.cat((weight, weight[:, chosen]), 1)
-                again = fp4gemm.quantize(longer).dequantize(torch.float32)[:, weight.shape[1] :]
-                weight = torch.cat((weight, again), 1)
+            chosen = module.residual_channels if channels is None else channels.get(name)
+            weight = operands.of_weight(module.weight, chosen)
             memo[id(module)] = Emulated(weight, module.bias, operands, chosen)
     return copy.deepcopy(model, memo)
 
@@ -130,43 +124,25 @@ def with_inputs(
 
     Args:
         is_fp8: whether their weights become e4m3 too, with a scale for each row; otherwise they stay.
-        channels: those of the residual, by layer.
+        channels: the residual channels by layer.
     """
     layers = dict(model.named_modules())
     memo: dict[int, Any] = {}
     for name in names:
         layer = layers[name]
         weight = fp8_rows(layer.weight.detach()) if is_fp8 else layer.weight
-        chosen = None if channels is None else channels[name]
+        chosen = None if channels is None else channels.get(name)
         if chosen is not None:
             weight = torch.cat((weight, weight[:, chosen]), 1).detach()
         memo[id(layer)] = Emulated(weight, layer.bias, operands, chosen)
     return copy.deepcopy(model, memo)
 
 
-def residual_channels(
-    model: torch.nn.Module, names: Sequence[str], batches: Sequence[Any], operands: Operands
-) -> dict[str, Tensor]:
-    """For each layer of a float model the channels of the residual, int64 (residual,).
+def residual_channels(model: torch.nn.Module, statistics: Statistics, count: int) -> dict[str, Tensor]:
+    """The channels that quantize_model chooses, int32 (count,), by the layers that have some.
 
-    They are those whose quantization costs the output of the layer most on these batches: the sum over the
-    tokens of the squared error of channel j, times the squared norm of column j of the weight.
+    statistics: those of the model, with quantization errors.
     """
-    layers, costs, handles = dict(model.named_modules()), dict[str, Tensor](), []
-
-    def observe(name: str, x: Tensor) -> None:
-        rows = x.reshape(-1, x.shape[-1])
-        errors = (rows - operands.of_input(rows)).square().sum(0)
-        costs[name] = costs.get(name, 0) + errors * layers[name].weight.detach().float().square().sum(0)
-
-    for name in names:
-        hook = layers[name].register_forward_pre_hook(lambda _, args, name=name: observe(name, args[0]))
-        handles.append(hook)
-    try:
-        with torch.inference_mode():
-            for batch in batches:
-                model(batch)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return {name: cost.topk(operands.residual).indices.clone() for name, cost in costs.items()}
+    candidates = select.chosen(model, None, None, (torch.nn.Linear,))
+    select.refuse_unsupported(model, candidates, "per-token", raises=False)
+    return choose([c for c in candidates if c.action == "quantized"], statistics, count)

@@ -9,7 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import fp4gemm
 import torch
+from fp4gemm.calibration import Statistics
 
 from ..accuracy.contenders import ACTIVATIONS, CONTENDERS, FP8_SUMS, Contender
 from ..accuracy.emulation import emulated, residual_channels, with_fp8_sums, with_inputs
@@ -136,12 +138,14 @@ def _measured(args: argparse.Namespace, given: str, known: list[Row]) -> Iterato
         made = maker.make(contender) if contender.method else None
         is_smoothed = made is None and contender.is_smoothed
         floats = maker.smoothed()[0] if is_smoothed else subject.model
+        errors: Statistics | None = None  # of the inputs of the model that is rounded
         for kind, texts in wanted.items():
             operands = ACTIVATIONS.get(kind, ACTIVATIONS["W4A8"])
             model, quantized, cost = made or (floats, None, {})
             names, channels = list(maker.statistics()[0]), None
             if operands.residual:
-                channels = residual_channels(model, names, subject.batches, operands)
+                errors = errors or fp4gemm.calibrate(model, subject.batches, quantization_error=True)
+                channels = residual_channels(model, errors, operands.residual)
             if quantized is not None and kind in FP8_SUMS:
                 run_by = with_fp8_sums(quantized, FP8_SUMS[kind])
             elif quantized is not None:

@@ -13,7 +13,10 @@ from .tables import table_lines
 
 NEEDED = ("bench", "model", "contender", "activations")
 FIGURES = (("nll", "gap", "spread", "kl", "top1"), ("cosine", "spread", "worst", "nearest"))
-KINDS = ("W4A16", "W4A8", "W4A8, promoted", "W4A8, fast sums", "W4A4", "W4A4, 4/6", "W4A4, residual", "MXFP8")
+KINDS = (
+    "W4A16", "W4A8", "W4A8, promoted", "W4A8, fast sums", "W4A4", "W4A4, 4/6", "W4A4, residual",
+    "W4A4, residual 64", "MXFP8",
+)  # fmt: skip
 
 
 def text_of(row: Row) -> str:
@@ -146,7 +149,9 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     matplotlib.use("Agg")  # writes files; needs no display
     import matplotlib.pyplot as plt
 
-    shades = ("#0072B2", "#CC79A7", "#F0E442", "#56B4E9", "#D55E00", "#009E73", "#999999", "#000000")
+    shades = (
+        "#0072B2", "#CC79A7", "#F0E442", "#56B4E9", "#D55E00", "#009E73", "#999999", "#882255", "#000000",
+    )  # fmt: skip
     colors = dict(zip(KINDS, shades, strict=True))
     first = next((row for row in rows if "kl" in row), None)
     if first is None:

@@ -90,33 +90,45 @@ def test_w4a8_multiplies_e4m3_values() -> None:
     assert torch.allclose(fp8.double(), want, rtol=1e-4, atol=1e-6 * float(want.abs().max()))
 
 
-def test_the_residual_is_more_columns_of_one_product() -> None:
-    """It is the NVFP4 product of [x, error of the costliest channels] and [W, its columns again]."""
+class Attention(torch.nn.Module):
+    """Two layers that read one tensor, a third, and one with too few channels for 64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k = torch.nn.Linear(96, 64, bias=False), torch.nn.Linear(96, 64)
+        self.o, self.small = torch.nn.Linear(64, 32), torch.nn.Linear(32, 48)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.small(self.o(torch.tanh(self.q(x)) * self.k(x)))
+        return y
+
+
+@pytest.mark.parametrize("kind", ["W4A4, residual", "W4A4, residual 64"])
+def test_residual_channels_have_the_numbers_of_the_layers(kind: str) -> None:
+    """The emulated model, the layers of quantize_model, and floats with the inputs of these."""
     torch.manual_seed(0)
-    x, w = torch.randn(48, 64), torch.randn(32, 64)
+    model, operands = Attention().eval(), ACTIVATIONS[kind]
+    x = torch.randn(48, 96)
     x[:, 3::4] *= 20
-    operands = ACTIVATIONS["W4A4, residual"]
-    channels = residual_channels(_linear(w), [""], [x], operands)
-    costs = (x - fp4gemm.quantize(x).dequantize(torch.float32)).square().sum(0) * w.square().sum(0)
-    assert channels[""].tolist() == costs.topk(16).indices.tolist()
-    idle = w.clone()
-    idle[:, channels[""][0]] = 0  # whatever its errors, no output has them
-    assert channels[""][0] not in residual_channels(_linear(idle), [""], [x], operands)[""]
-    layer = fp4gemm.nn.Linear.from_float(_linear(w), method="round")
-    q = fp4gemm.quantize(x)
-    errors = (x - q.dequantize(torch.float32))[:, channels[""]]
-    a, values = fp4gemm.quantize(torch.cat((x, errors), 1)), layer.weight.dequantize(torch.float32)
-    b = fp4gemm.quantize(torch.cat((values, values[:, channels[""]]), 1))
-    assert torch.equal(a.dequantize(torch.float32)[:, :64], q.dequantize(torch.float32))
-    plain = q.dequantize(torch.float32) @ values.T
-    want = plain + a.dequantize(torch.float32)[:, 64:] @ b.dequantize(torch.float32)[:, 64:].T
+    count = operands.residual
+    quantized = fp4gemm.models.quantize_model(
+        model, residual_channels=count, calibration=[x], inplace=False, method="round"
+    )
+    channels = residual_channels(model, fp4gemm.calibrate(model, [x], quantization_error=True), count)
+    assert list(channels) == (["q", "k", "o", "small"] if count == 32 else ["q", "k", "o"])
+    for name, each in channels.items():
+        assert torch.equal(quantized.get_submodule(name).residual_channels, each)
+    plain = fp4gemm.models.quantize_model(model, inplace=False, method="round")
     with torch.no_grad():
-        found = emulated(layer, operands, channels)(x)
-        of_floats = with_inputs(_linear(w), [""], operands, channels=channels)(x)
+        want = quantized(x)
+        found, of_layers = emulated(plain, operands, channels)(x), emulated(quantized, operands)(x)
+        exact, in_plain = model(x), plain(x)
+        floats = with_inputs(model, ["q", "k", "o", "small"], operands, channels=channels)(x)
+    assert torch.equal(found, of_layers)
     assert torch.allclose(found, want, rtol=1e-4, atol=1e-4 * float(want.abs().max()))
-    exact = x @ w.T
-    in_plain = q.dequantize(torch.float32) @ w.T
-    assert (of_floats - exact).norm() < 0.8 * (in_plain - exact).norm()
+    assert 0 <= difference(quantized, x, operands) < 1e-5
+    assert (want - exact).norm() < 0.95 * (in_plain - exact).norm()
+    assert (floats - exact).norm() < (want - exact).norm()
 
 
 def _linear(w: Tensor) -> torch.nn.Linear:
