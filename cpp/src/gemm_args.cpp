@@ -275,7 +275,7 @@ class Apart {
     int64_t const bytes_of_offs = args.num_groups * static_cast<int64_t>(sizeof(float));
     int64_t const rows_of_a = args.a_rows == nullptr ? args.m : args.a_num_rows;
     int64_t const stride_of_a = quantizes_a(args) ? a_row_stride(args) : 0;
-    add("a", extent_of(args.a, 1, rows_of_a, args.k, stride_of_a));
+    add("a", extent_of(args.a, 1, rows_of_a, columns_of_a(args), stride_of_a));
     add("b", extent_of(args.b, num_b(args), args.n, args.k));
     bool const by_group = is_ragged_m(args);
     add("scale_a",

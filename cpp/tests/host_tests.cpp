@@ -239,6 +239,24 @@ void test_outputs_are_apart() {
       },
       "d: overlaps scale_a,");
 
+  // A has as many columns as k without the residual channels, and D follows it.
+  auto const with_residuals = [&](int d) {
+    Args a = good_gemm();
+    a.k = 64;
+    a.a = {at(0), nullptr, FP4GEMM_FORMAT_BF16};
+    a.quantize_a = FP4GEMM_QUANTIZE_A_ROW;
+    a.b = {at(16384), at(20480), FP4GEMM_FORMAT_NVFP4};
+    a.d = at(d);
+    fp4gemm_cast_t cast = FP4GEMM_CAST_INIT;
+    cast.residual_channels = reinterpret_cast<int32_t*>(at(24576));
+    cast.num_residual_channels = 32;
+    (void)fp4gemm_gemm_with_cast(&a, &cast, nullptr, 0, 0, nullptr);
+    return std::string(fp4gemm_last_error());
+  };
+  CHECK(with_residuals(4 * 64 - 16) == "d: overlaps a, must be apart from it", "%s",
+        with_residuals(4 * 64 - 16).c_str());
+  CHECK(with_residuals(4 * 64).find("overlaps") == std::string::npos, "%s", with_residuals(4 * 64).c_str());
+
   fp4gemm_generated_t generated = FP4GEMM_GENERATED_INIT;
   generated.num_matrices = generated.num_aux = generated.takes_c = 1;
   auto const formula = [&](int matrix, int aux, int c, char const* text) {
