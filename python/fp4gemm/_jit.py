@@ -112,11 +112,14 @@ def _compile(source: str, header: str, include: Sequence[Path]) -> bytes:
         return _nvrtc.compiled(nvrtc().library, source, header, FORMULA, options)
     request = {"libraries": nvrtc().opened, "source": source, "header": header, "name": FORMULA}
     command = [sys.executable, "-I", "-S", _nvrtc.__file__]
-    done = subprocess.run(
-        command, input=json.dumps({**request, "options": options}).encode(), capture_output=True
-    )
+    text = json.dumps({**request, "options": options}).encode()
+    try:
+        done = subprocess.run(command, input=text, capture_output=True, check=False)
+    except OSError as error:
+        raise RuntimeError(f"fp4gemm: cannot run {sys.executable} to compile an epilogue: {error}") from error
     if done.returncode != 0:
-        raise RuntimeError(done.stderr.decode(errors="replace").strip())
+        said = done.stderr.decode(errors="replace").strip()
+        raise RuntimeError(said or f"fp4gemm: {' '.join(command)} ended with the status {done.returncode}")
     return done.stdout
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import multiprocessing
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -264,7 +265,14 @@ def test_threads_of_a_pool_compile_in_processes(cache: Path, monkeypatch: pytest
         assert list(pool.map(_jit.compiled, [f"// small\n{SMALL}"] * 2, headers)) == [first] * 2
         with pytest.raises(RuntimeError) as there:
             pool.submit(_jit.compiled, "#error no\n", "").result()
-    assert str(there.value) == str(here.value).strip()
+        assert str(there.value) == str(here.value).strip()
+        for program, says in (
+            ("/bin/false", "ended with the status 1"),
+            ("/no/python", "cannot run /no/python"),
+        ):
+            monkeypatch.setattr(sys, "executable", program)
+            with pytest.raises(RuntimeError, match=says):
+                pool.submit(_jit.compiled, SMALL, f"// {program}").result()
 
 
 def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
