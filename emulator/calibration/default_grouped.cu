@@ -33,9 +33,11 @@ bool run(int n, int k, std::vector<int> const& rows) {
     }
     to.copy(values);
   };
-  using Code = typename Case::Mainloop::ArrayElementA;
+  using CodeA = typename Case::Mainloop::ArrayElementA;
+  using CodeB = typename Case::Mainloop::ArrayElementB;
   OnDevice<Shape3> shapes;
-  OnDevice<Code const*> a, b;
+  OnDevice<CodeA const*> a;
+  OnDevice<CodeB const*> b;
   OnDevice<typename Case::Scale const*> sfa, sfb;
   OnDevice<Out*> d;
   OnDevice<typename Case::StrideA> stride_a;
@@ -43,8 +45,8 @@ bool run(int n, int k, std::vector<int> const& rows) {
   OnDevice<typename Case::StrideD> stride_d;
   OnDevice<typename Case::LayoutSf> layout_sfa, layout_sfb;
   gather(shapes, [](auto& x) { return Shape3{x.m, x.n, x.k}; });
-  gather(a, [](auto& x) { return reinterpret_cast<Code const*>(x.a.device_data()); });
-  gather(b, [](auto& x) { return reinterpret_cast<Code const*>(x.b.device_data()); });
+  gather(a, [](auto& x) { return reinterpret_cast<CodeA const*>(x.a.device_data()); });
+  gather(b, [](auto& x) { return reinterpret_cast<CodeB const*>(x.b.device_data()); });
   gather(sfa, [](auto& x) { return x.sfa.device_data(); });
   gather(sfb, [](auto& x) { return x.sfb.device_data(); });
   gather(d, [](auto& x) { return x.d.device_data(); });
@@ -89,7 +91,7 @@ int main(int argc, char** argv) {
     rows.push_back(std::atoi(argv[i]));
   }
   int failed = 0;
-#if defined(CALIBRATION_MXFP8) || defined(CALIBRATION_MXFP4)
+#if defined(CALIBRATION_MXFP8) || defined(CALIBRATION_MXFP4) || defined(CALIBRATION_MXFP8_MXFP4)
   failed += check<128, 128, 1, 1, Row>("MX, 128x128, row-major D", n, k, rows);
 #elif CALIBRATION_ARCH == 120
   failed += check<128, 128, 1, 1, Row>("128x128, row-major D", n, k, rows);

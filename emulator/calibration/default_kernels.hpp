@@ -1,7 +1,7 @@
 // CUTLASS's own kernels of block-scaled operands for SM100 or SM120 with the default epilogue (linear
 // combination without C), by tile and layout, and their verification against CUTLASS's host reference.
-// CALIBRATION_ARCH is 100 or 120; with CALIBRATION_MXFP8 or CALIBRATION_MXFP4 the operands are those,
-// otherwise NVFP4.
+// CALIBRATION_ARCH is 100 or 120; with CALIBRATION_MXFP8, CALIBRATION_MXFP4 or CALIBRATION_MXFP8_MXFP4 (A and
+// B) the operands are those, otherwise NVFP4.
 #pragma once
 
 #include <cstdio>
@@ -27,18 +27,29 @@ namespace calibration {
 
 using namespace cute;
 
-enum class Format { kNvfp4, kMxfp8, kMxfp4 };
-#if defined(CALIBRATION_MXFP8)
+enum class Format { kNvfp4, kMxfp8, kMxfp4 };  // that of A, by which schedules and tiles are chosen
+#if defined(CALIBRATION_MXFP8_MXFP4)
 constexpr Format kFormat = Format::kMxfp8;
-using Element = cutlass::mx_float8_t<cutlass::float_e4m3_t>;
+using ElementA = cutlass::mx_float8_t<cutlass::float_e4m3_t>;
+using ElementB = cutlass::mx_float4_t<cutlass::float_e2m1_t>;
+constexpr int kAlignmentB = 128;  // TMA unpacks whole multiples of 128 codes
+#elif defined(CALIBRATION_MXFP8)
+constexpr Format kFormat = Format::kMxfp8;
+using ElementA = cutlass::mx_float8_t<cutlass::float_e4m3_t>;
+using ElementB = ElementA;
+constexpr int kAlignmentB = 16;
 #elif defined(CALIBRATION_MXFP4)
 constexpr Format kFormat = Format::kMxfp4;
-using Element = cutlass::mx_float4_t<cutlass::float_e2m1_t>;
+using ElementA = cutlass::mx_float4_t<cutlass::float_e2m1_t>;
+using ElementB = ElementA;
+constexpr int kAlignmentB = 32;
 #else
 constexpr Format kFormat = Format::kNvfp4;
-using Element = cutlass::nv_float4_t<cutlass::float_e2m1_t>;
+using ElementA = cutlass::nv_float4_t<cutlass::float_e2m1_t>;
+using ElementB = ElementA;
+constexpr int kAlignmentB = 32;
 #endif
-constexpr int kAlignment = 128 / cutlass::sizeof_bits<typename Element::DataType>::value;  // of operands
+constexpr int kAlignmentA = 128 / cutlass::sizeof_bits<typename ElementA::DataType>::value;
 
 /// What an architecture chooses for its kernels of tile (M, N).
 template <int kArch, int M, int N, bool kGrouped>
@@ -110,8 +121,8 @@ struct Case {
   using Stages = cutlass::gemm::collective::StageCountAutoCarveout<
       static_cast<int>(sizeof(typename Epilogue::SharedStorage)) + 1024>;
   using Mainloop = typename cutlass::gemm::collective::CollectiveBuilder<
-      Arch, cutlass::arch::OpClassBlockScaledTensorOp, Element, LayoutA, kAlignment, Element, LayoutB,
-      kAlignment, float, Tile, Cluster, Stages, typename Machine::MainloopSchedule>::CollectiveOp;
+      Arch, cutlass::arch::OpClassBlockScaledTensorOp, ElementA, LayoutA, kAlignmentA, ElementB, LayoutB,
+      kAlignmentB, float, Tile, Cluster, Stages, typename Machine::MainloopSchedule>::CollectiveOp;
   using Problem = conditional_t<kGrouped, cutlass::gemm::GroupProblemShape<Shape<int, int, int>>,
                                 Shape<int, int, int, int>>;
   using Kernel = cutlass::gemm::kernel::GemmUniversal<Problem, Mainloop, Epilogue, void>;
@@ -150,7 +161,8 @@ template <class Case>
 struct Matrices {
   template <class T>
   using Host = cutlass::HostTensor<T, cutlass::layout::PackedVectorLayout>;
-  using Code = typename Element::DataType;
+  using CodeA = typename ElementA::DataType;
+  using CodeB = typename ElementB::DataType;
   using Out = typename Case::Out;
 
   int m, n, k;
@@ -158,7 +170,8 @@ struct Matrices {
   typename Case::StrideB stride_b;
   typename Case::StrideD stride_d;
   typename Case::LayoutSf layout_sfa, layout_sfb;
-  Host<Code> a, b;
+  Host<CodeA> a;
+  Host<CodeB> b;
   Host<typename Case::Scale> sfa, sfb;
   Host<Out> d, reference;
 
@@ -192,8 +205,8 @@ struct Matrices {
     auto const layout = [](int rows, int columns, auto stride) {
       return make_layout(make_shape(rows, columns, 1), stride);
     };
-    Tensor tensor_a = make_tensor(recast_ptr<Code>(a.host_data()), layout(m, k, stride_a));
-    Tensor tensor_b = make_tensor(recast_ptr<Code>(b.host_data()), layout(n, k, stride_b));
+    Tensor tensor_a = make_tensor(recast_ptr<CodeA>(a.host_data()), layout(m, k, stride_a));
+    Tensor tensor_b = make_tensor(recast_ptr<CodeB>(b.host_data()), layout(n, k, stride_b));
     Tensor tensor_sfa = make_tensor(sfa.host_data(), layout_sfa);
     Tensor tensor_sfb = make_tensor(sfb.host_data(), layout_sfb);
     Tensor tensor_d = make_tensor(recast_ptr<Out>(reference.host_data()), layout(m, n, stride_d));

@@ -1,15 +1,20 @@
 // ldmatrix and stmatrix: 8x8 tiles of 16-bit elements between shared memory and registers (PTX ISA, "Warp
-// Level Matrix Load Instruction: ldmatrix", "Warp Level Matrix Store Instruction: stmatrix").
+// Level Matrix Load Instruction: ldmatrix", "Warp Level Matrix Store Instruction: stmatrix"). ldmatrix also
+// unpacks 8x16 tiles of 4-bit elements with padding (.b8x16.b4x16_p64).
 #include "families.hpp"
 #include "machine.hpp"
 
 namespace ptxemu {
 
-/// mode: the number of tiles, and whether they are transposed.
+/// mode: the number of tiles, whether they are transposed, and whether they have 4-bit elements.
 bool decode_matrix(Instruction& in) {
   in.mode[0] = in.has("x4") ? 4 : in.has("x2") ? 2 : 1;
   in.mode[1] = in.has("trans");
   in.handler = in.parts[0] == "ldmatrix" ? &Machine::exec_ldmatrix : &Machine::exec_stmatrix;
+  in.mode[2] = in.parts[0] == "ldmatrix" && in.has("m8n16") && in.has("b8x16") && in.has("b4x16_p64");
+  if (in.mode[2] != 0) {
+    return in.mode[1] == 0;
+  }
   return in.has("m8n8") && in.has("b16");
 }
 
@@ -36,7 +41,22 @@ Outcome Machine::exec_ldmatrix(Warp& warp, Group& group, Instruction const& in, 
   u16 tile[4][8][8];
   for (int i = 0; i < in.mode[0] && mask != 0; ++i) {
     for (int r = 0; r < 8; ++r) {  // lane 8 i + r holds the address of row r of tile i
-      memory_read(warp, Space::kShared, address[8 * i + r] & 0xFFFFFFFF, 16, 8 * i + r, tile[i][r]);
+      u64 const at = address[8 * i + r] & 0xFFFFFFFF;
+      if (in.mode[2] == 0) {
+        memory_read(warp, Space::kShared, at, 16, 8 * i + r, tile[i][r]);
+        continue;
+      }
+      // 16 elements, then 8 bytes of padding. Each becomes the low half of a byte.
+      if (at % 16 != 0) {
+        fatal("ldmatrix of .b4x16_p64 from 0x%llx, must be a multiple of 16",
+              static_cast<unsigned long long>(at));
+      }
+      u8 packed[8], bytes[16];
+      memory_read(warp, Space::kShared, at, sizeof packed, 8 * i + r, packed);
+      for (u32 e = 0; e < sizeof bytes; ++e) {
+        bytes[e] = static_cast<u8>(packed[e / 2] >> (e % 2 * 4) & 15);
+      }
+      std::memcpy(tile[i][r], bytes, sizeof bytes);
     }
   }
   Operand const& to = in.operands[0];

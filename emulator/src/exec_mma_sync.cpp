@@ -25,7 +25,20 @@ constexpr int kLaneBytes = sizeof(u32);   // of a row, in a register of a lane
 constexpr int kHalfRow = 4 * kLaneBytes;  // of a row, in a register of four lanes
 
 /// The elements of A and B, in the order of the names that decode_mma_sync looks for.
-enum Element { kF16, kBf16, kE2m1, kE4m3, kE2m1Mx, kNumElements };  // kE2m1Mx: with ue8m0 scale factors
+enum Element {
+  kF16,
+  kBf16,
+  kE2m1,
+  kE4m3,
+  kE2m1Mx,    // with ue8m0 scale factors
+  kE4m3E2m1,  // A in e4m3, and B in e2m1 with an element in a byte
+  kNumElements
+};
+constexpr int kE2m1InByte = kNumElements;  // for decode_row, of B
+
+/// The elements of A, or of B, alone.
+constexpr int of_a(int element) { return element == kE4m3E2m1 ? kE4m3 : element; }
+constexpr int of_b(int element) { return element == kE4m3E2m1 ? kE2m1InByte : element; }
 
 /// Decodes the elements of a row; returns their number.
 int decode_row(u8 const* bytes, int element, double* out) {
@@ -34,6 +47,15 @@ int decode_row(u8 const* bytes, int element, double* out) {
       out[i] = decode_e2m1(bytes[i / 2] >> (i % 2 * 4) & 15);
     }
     return kMaxK;
+  }
+  if (element == kE2m1InByte) {  // in bits 2 to 5; CUTLASS's kernels clear the others
+    for (int i = 0; i < kRowBytes; ++i) {
+      if ((bytes[i] & 0xC3) != 0) {
+        fatal("mma.sync of e2m1 beside e4m3 with the byte 0x%02x: only bits 2 to 5 are modelled", bytes[i]);
+      }
+      out[i] = decode_e2m1(bytes[i] >> 2);
+    }
+    return kRowBytes;
   }
   if (element == kE4m3) {
     for (int i = 0; i < kRowBytes; ++i) {
@@ -95,9 +117,10 @@ u32 truncated_block_product(double const* a, double const* b, double const* scal
 
 /// mode: the elements of A and B.
 bool decode_mma_sync(Instruction& in) {
-  static char const* const types[] = {".f32.f16.f16.f32", ".f32.bf16.bf16.f32", ".f32.e2m1.e2m1.f32.ue4m3",
-                                      ".f32.e4m3.e4m3.f32.ue8m0", ".f32.e2m1.e2m1.f32.ue8m0"};
-  static size_t const num_operands[] = {4, 4, 8, 8, 8};
+  static char const* const types[] = {".f32.f16.f16.f32",         ".f32.bf16.bf16.f32",
+                                      ".f32.e2m1.e2m1.f32.ue4m3", ".f32.e4m3.e4m3.f32.ue8m0",
+                                      ".f32.e2m1.e2m1.f32.ue8m0", ".f32.e4m3.e2m1.f32.ue8m0"};
+  static size_t const num_operands[] = {4, 4, 8, 8, 8, 8};
   in.handler = &Machine::exec_mma_sync;
   for (in.mode[0] = 0; in.mode[0] < kNumElements; ++in.mode[0]) {
     std::string const suffix = types[in.mode[0]];
@@ -116,6 +139,7 @@ bool decode_mma_sync(Instruction& in) {
       return in.has("kind::mxf4nvf4") && in.has("block_scale") && in.has("scale_vec::4X") &&
              in.has("m16n8k64") && in.parts.size() == 14;
     case kE4m3:
+    case kE4m3E2m1:
       return in.has("kind::mxf8f6f4") && in.has("block_scale") && in.has("scale_vec::1X") &&
              in.has("m16n8k32") && in.parts.size() == 14;
     case kE2m1Mx:
@@ -161,10 +185,10 @@ Outcome Machine::exec_mma_sync(Warp& warp, Group& group, Instruction const& in, 
   double a[kM][kMaxK], b[kN][kMaxK];
   int k = 0;
   for (int m = 0; m < kM; ++m) {
-    k = decode_row(a_bytes[m], in.mode[0], a[m]);
+    k = decode_row(a_bytes[m], of_a(in.mode[0]), a[m]);
   }
   for (int n = 0; n < kN; ++n) {
-    decode_row(b_bytes[n], in.mode[0], b[n]);
+    decode_row(b_bytes[n], of_b(in.mode[0]), b[n]);
   }
 
   // The scale factors of a row are bytes of one register: all four, from its first block on, or the one or
@@ -196,17 +220,17 @@ Outcome Machine::exec_mma_sync(Warp& warp, Group& group, Instruction const& in, 
       u32 const code = static_cast<u32>(word >> (8 * byte) & 255);
       return in.mode[0] == kE2m1 ? decode_ue4m3(code) : decode_e8m0(code);
     };
-    Selector const of_a = selector(5, 2), of_b = selector(7, 4);
+    Selector const at_a = selector(5, 2), at_b = selector(7, 4);
     read_register(4, 0);
     for (int m = 0; m < kM; ++m) {
       for (int i = 0; i < blocks; ++i) {
-        scale_a[m][i] = factor(row[4 * (m % 8) + m / 8 + 2 * of_a.thread], of_a.byte + i);
+        scale_a[m][i] = factor(row[4 * (m % 8) + m / 8 + 2 * at_a.thread], at_a.byte + i);
       }
     }
     read_register(6, 0);
     for (int n = 0; n < kN; ++n) {
       for (int i = 0; i < blocks; ++i) {
-        scale_b[n][i] = factor(row[4 * n + of_b.thread], of_b.byte + i);
+        scale_b[n][i] = factor(row[4 * n + at_b.thread], at_b.byte + i);
       }
     }
   }

@@ -80,6 +80,8 @@ u32 TensorMap::box_bytes() const {
   return bytes;
 }
 
+u32 TensorMap::counted_bytes() const { return dtype == kPacked16U4Align16 ? box_bytes() / 2 : box_bytes(); }
+
 u64 TensorMap::span_bytes() const {
   u64 last = (static_cast<u64>(dim[0]) * element_bits(dtype) + 7) / 8;
   for (u32 d = 1; d < rank; ++d) {

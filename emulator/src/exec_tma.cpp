@@ -137,10 +137,6 @@ TensorMap Machine::read_tensormap(u64 address) {
   if (std::string const broken = map.broken_rule(); !broken.empty()) {  // by tensormap.replace
     fatal("tensor map at 0x%llx: %s", static_cast<unsigned long long>(address), broken.c_str());
   }
-  if (map.dtype == kPacked16U4Align16) {
-    fatal("tensor map at 0x%llx: the use of 16U4_ALIGN16B (.b4x16_p64) is not modelled",
-          static_cast<unsigned long long>(address));
-  }
   if (char const* const wrong = races_ == nullptr ? nullptr : races_->use_map(*current_warp_, address)) {
     hazard("use of the tensor map at 0x%llx, %s", static_cast<unsigned long long>(address), wrong);
   }
@@ -154,8 +150,15 @@ TensorMap Machine::read_tensormap(u64 address) {
   return map;
 }
 
-/// Copies a box to shared memory. Elements outside of the tensor become zero.
+/// Copies a box to shared memory. Elements outside of the tensor become zero. Of .b4x16_p64, each unit of 16
+/// bytes gets 16 elements, in its first 8 bytes; the others are padding, which is not written.
 void Machine::load_box(Cta* cta, TensorMap const& map, i32 const* coordinates, u32 offset) {
+  bool const padded = map.dtype == kPacked16U4Align16;
+  if (padded && coordinates[0] % static_cast<i32>(kPaddedElements) != 0) {
+    fatal("TMA: the first coordinate is %d, must be a multiple of %u with .b4x16_p64", coordinates[0],
+          kPaddedElements);
+  }
+  u32 const unit = padded ? 8 : 16;  // bytes of global memory that become 16 of shared memory
   for_each_row(map, coordinates, [&](BoxRow const& row) {
     if (row.valid_high > row.valid_low) {
       DeviceMemory::instance().check(row.global + row.valid_low, row.valid_high - row.valid_low, "TMA load");
@@ -163,10 +166,15 @@ void Machine::load_box(Cta* cta, TensorMap const& map, i32 const* coordinates, u
     auto const* const from = reinterpret_cast<u8 const*>(row.global);
     for (u32 i = 0; i < row.bytes; i += 16) {  // swizzles permute units of 16 bytes
       u32 const at = swizzled(offset + row.shared + i, map.swizzle);
-      for (u32 j = i; j < i + 16 && j < row.bytes; ++j) {
-        cta->shared[at + j - i] = j >= row.valid_low && j < row.valid_high ? from[j] : 0;
+      u32 const first = i / 16 * unit, count = std::min(unit, row.bytes - i);
+      for (u32 j = first; j < first + count; ++j) {
+        cta->shared[at + j - first] = j >= row.valid_low && j < row.valid_high ? from[j] : 0;
       }
-      std::memset(&cta->written[at], 1, std::min(16u, row.bytes - i));
+      std::memset(&cta->written[at], 1, count);
+      if (padded) {
+        std::memset(&cta->shared[at + unit], 0xFF, 16 - unit);
+        std::memset(&cta->written[at + unit], 0, 16 - unit);
+      }
     }
   });
 }
@@ -260,7 +268,7 @@ Outcome Machine::exec_tma_load(Warp& warp, Group&, Instruction const& in, u32 ma
           if (races_ != nullptr) {
             races_->finish(*raw, *signalled, barrier_offset);
           }
-          complete_bytes(signalled, barrier_offset, map.box_bytes());
+          complete_bytes(signalled, barrier_offset, map.counted_bytes());
         }
       }
     };
@@ -278,6 +286,9 @@ Outcome Machine::exec_tma_store(Warp& warp, Group&, Instruction const& in, u32 m
     }
     u32 const lane = 1u << l;
     TensorMap const map = read_tensormap(uniform(warp, in.operands[0], lane));
+    if (map.dtype == kPacked16U4Align16) {
+      fatal("TMA store through a map of 16U4_ALIGN16B (.b4x16_p64) is not modelled");
+    }
     std::vector<u64> values;
     for (Operand const& part : in.operands[0].parts.at(0).parts) {
       values.push_back(uniform(warp, part, lane));

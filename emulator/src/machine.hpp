@@ -170,7 +170,7 @@ class Machine {
   void copy_to_tmem(Cta* cta, u32 column, u64 descriptor);
   struct Mma;
   void multiply(Mma const& mma);
-  void read_operand_rows(Cta* cta, u64 descriptor, u32 rows, u32 k, float* out);
+  void read_operand_rows(Cta* cta, u64 descriptor, u32 rows, int element, float* out);
   void read_scales(Cta* cta, u32 column, u32 rows, bool e8m0, u32 id, u32 count, float* out);
   void add_truncated(Cta* cta, Mma const& mma, float const* a, float const* b, float const* scale_a,
                      float const* scale_b);

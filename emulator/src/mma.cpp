@@ -1,7 +1,9 @@
 // tcgen05.mma with block scales (PTX ISA, "Tensorcore 5th Generation Instructions: tcgen05.mma"). One
 // instruction multiplies 32 bytes of each row:
 //   kind::mxf4nvf4, blocks of 16   NVFP4: 64 values of k, and a scale factor for each 16 of them
-//   kind::mxf8f6f4                 MXFP8: 32 values of k in e4m3, and one scale factor
+//   kind::mxf8f6f4                 MXFP8: 32 values of k in e4m3, and one scale factor. Instead of these, A
+//   or
+//                                  B may have values in e2m1, 16 of which lie in the first 8 of 16 bytes
 //   kind::mxf4 or mxf4nvf4,        MXFP4: 64 values of k, and a scale factor for each 32 of them
 //   blocks of 32
 // The option `arithmetic` says how the products add up: PTXEMU_ROUNDED sums them in double and rounds once to
@@ -25,18 +27,29 @@ constexpr u32 kMaxK = 64;      // values of k of one instruction
 constexpr u32 kMaxBlocks = 4;  // scale factors of a row
 constexpr u32 kRows = 128;     // rows of A and D in a CTA
 constexpr u32 kMaxColumns = 256;
+// Formats of A and B in the instruction descriptor, of kind::mxf8f6f4 and of the kinds for e2m1 alone.
+constexpr u32 kFormatE4m3 = 0, kFormatE2m1 = 5, kFormatOfFp4Kinds = 1;
+
+/// How the 32 bytes of a row of A or B hold its values: 64 in e2m1, 32 in e4m3, or 32 in e2m1, where each 16
+/// values are followed by 8 bytes of padding (PTX ISA, .b4x16_p64).
+enum class Element { kE2m1, kE4m3, kPaddedE2m1 };
 
 /// A kind of products.
 struct Kind {
   u32 k, block;       // values of k of one instruction, and those that share a scale factor
-  u32 format;         // of A and B in the instruction descriptor
   bool must_be_e8m0;  // the scale factors; else the instruction descriptor chooses
+
+  /// The elements of A or B by its format in the instruction descriptor; false: they are not modelled.
+  bool element_of(u32 format, Element* element) const {
+    bool const is_byte = k == kRowBytes;  // kind::mxf8f6f4
+    *element = !is_byte ? Element::kE2m1 : format == kFormatE2m1 ? Element::kPaddedE2m1 : Element::kE4m3;
+    return is_byte ? format == kFormatE4m3 || format == kFormatE2m1 : format == kFormatOfFp4Kinds;
+  }
 
   /// The scale factors of a row, which begin at a multiple of as many bytes in their word of four.
   u32 blocks() const { return k / block; }
 };
-constexpr Kind kKinds[] = {
-    {64, 16, 1, false}, {32, 32, 0, true}, {64, 32, 1, true}};  // by the mode of decode_tcgen05
+constexpr Kind kKinds[] = {{64, 16, false}, {32, 32, true}, {64, 32, true}};  // by the mode of decode_tcgen05
 
 /// The instruction descriptor (PTX ISA, "Instruction descriptor", the tables for .kind::mxf4,
 /// .kind::mxf4nvf4 and .kind::mxf8f6f4).
@@ -44,15 +57,17 @@ struct InstructionDescriptor {
   u32 m, n, scale_a_id, scale_b_id;
   bool e8m0;  // type of the scale factors; else ue4m3
   bool negate_a, negate_b;
+  Element a, b;
 };
 
 InstructionDescriptor unpack(u32 bits, int cta_group, Kind const& kind) {
-  InstructionDescriptor const d = {(bits >> 24 & 31) * 16, (bits >> 17 & 63) * 8, bits >> 29 & 3,
-                                   bits >> 4 & 3,          (bits >> 23 & 1) != 0, (bits >> 13 & 1) != 0,
-                                   (bits >> 14 & 1) != 0};
+  InstructionDescriptor d = {(bits >> 24 & 31) * 16, (bits >> 17 & 63) * 8, bits >> 29 & 3,
+                             bits >> 4 & 3,          (bits >> 23 & 1) != 0, (bits >> 13 & 1) != 0,
+                             (bits >> 14 & 1) != 0,  Element::kE2m1,        Element::kE2m1};
   u32 const format_a = bits >> 7 & 7, format_b = bits >> 10 & 7;
-  if ((bits >> 2 & 1) != 0 || format_a != kind.format || format_b != kind.format || (bits >> 15 & 3) != 0 ||
-      (bits >> 31 & 1) != 0 || (kind.must_be_e8m0 && !d.e8m0) || d.scale_a_id % kind.blocks() != 0 ||
+  bool const known = kind.element_of(format_a, &d.a) & kind.element_of(format_b, &d.b);
+  if ((bits >> 2 & 1) != 0 || !known || (bits >> 15 & 3) != 0 || (bits >> 31 & 1) != 0 ||
+      (kind.must_be_e8m0 && !d.e8m0) || d.scale_a_id % kind.blocks() != 0 ||
       d.scale_b_id % kind.blocks() != 0) {
     fatal(
         "instruction descriptor 0x%08x: sparse, transposed, k = 96, formats %u and %u, %s scales, or scale "
@@ -112,7 +127,7 @@ PTXEMU_CLONES void accumulate_block(float const* a, float const* b, u32 n, u32 b
 }
 
 /// The same for a block of values in e4m3, 32 of them, whose sum is a multiple of 2^-18 below 2^23 and so
-/// exact in double. The scale factors are powers of two.
+/// exact in double; also where A or B has values in e2m1. The scale factors are powers of two.
 PTXEMU_CLONES void accumulate_e4m3_block(float const* a, float const* b, u32 n, u32 block, float scale_a,
                                          float const* scale_b, double* sums) {
   for (u32 j = 0; j < n; j += kVector) {
@@ -140,22 +155,28 @@ struct Machine::Mma {
   bool accumulate;  // add the product to D; else D is overwritten
 };
 
-/// Decodes rows of k values, 64 in e2m1 or 32 in e4m3, without their scale factors, to [row][k].
-void Machine::read_operand_rows(Cta* cta, u64 descriptor, u32 rows, u32 k, float* out) {
+/// Decodes rows of values, without their scale factors, to [row][k]. `element` is an Element.
+void Machine::read_operand_rows(Cta* cta, u64 descriptor, u32 rows, int element, float* out) {
+  bool const padded = element == static_cast<int>(Element::kPaddedE2m1);
+  bool const packed = element == static_cast<int>(Element::kE2m1);
+  u32 const k = packed ? 2 * kRowBytes : kRowBytes;
+  u32 const used = padded ? 8 : 16;  // of 16 bytes
   static float const values[16] = {0, .5f, 1, 1.5f, 2, 3, 4, 6, -0.f, -.5f, -1, -1.5f, -2, -3, -4, -6};
   for (u32 row = 0; row < rows; ++row) {
     for (u32 byte = 0; byte < kRowBytes; byte += 16) {
       u32 const from = descriptor_address(descriptor, row, byte);
       u8 const* const codes = shared_bytes(cta, from, 16);
-      if (std::memchr(&cta->written[from], 0, 16) != nullptr) {
-        hazard("tcgen05.mma reads uninitialised shared memory in [%u, %u), row %u", from, from + 16, row);
+      if (std::memchr(&cta->written[from], 0, used) != nullptr) {
+        hazard("tcgen05.mma reads uninitialised shared memory in [%u, %u), row %u", from, from + used, row);
       }
       for (u32 i = 0; i < 16; ++i) {
-        if (k == kRowBytes) {
-          out[row * k + byte + i] = decode_e4m3(codes[i]);
-        } else {
+        if (packed) {
           out[row * k + 2 * (byte + i)] = values[codes[i] & 15];
           out[row * k + 2 * (byte + i) + 1] = values[codes[i] >> 4];
+        } else if (padded) {
+          out[row * k + byte + i] = values[codes[i / 2] >> (i % 2 * 4) & 15];
+        } else {
+          out[row * k + byte + i] = decode_e4m3(codes[i]);
         }
       }
     }
@@ -249,7 +270,7 @@ void Machine::multiply(Mma const& mma) {
   std::vector<float> scales(static_cast<size_t>(kMaxColumns) * kMaxBlocks), scale_b(scales.size());
   // Each CTA of a pair supplies its part of B, and its own copy of the scale factors of all of B.
   for (u32 g = 0; g < groups; ++g) {
-    read_operand_rows(mma.ctas[g], mma.b, share, depth, rows.data());
+    read_operand_rows(mma.ctas[g], mma.b, share, static_cast<int>(mma.shape.b), rows.data());
     for (u32 r = 0; r < share; ++r) {
       for (u32 k = 0; k < depth; ++k) {
         b[k * kMaxColumns + g * share + r] = mma.shape.negate_b ? -rows[r * depth + k] : rows[r * depth + k];
@@ -270,7 +291,7 @@ void Machine::multiply(Mma const& mma) {
   }
   for (Cta* cta : mma.ctas) {
     check_tmem(cta, mma.d, n);
-    read_operand_rows(cta, mma.a, kRows, depth, rows.data());
+    read_operand_rows(cta, mma.a, kRows, static_cast<int>(mma.shape.a), rows.data());
     read_scales(cta, mma.scales_a, kRows, mma.shape.e8m0, mma.shape.scale_a_id, blocks, scales.data());
     if (session_.options.arithmetic == PTXEMU_TRUNCATED) {
       add_truncated(cta, mma, rows.data(), b.data(), scales.data(), scale_b.data());

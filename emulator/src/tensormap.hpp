@@ -19,6 +19,9 @@ struct TensorMap {
 
   u32 row_bytes() const;  // bytes of the box along the first dimension
   u32 box_bytes() const;
+  /// The bytes of a whole box that a load counts for its mbarrier: without the padding of .b4x16_p64. That is
+  /// what CUTLASS's kernels expect (TmaTransactionBytes, of elements with 4 bits).
+  u32 counted_bytes() const;
   u64 span_bytes() const;  // from the first byte of the tensor to its last, gaps between rows included
   bool is_dense() const;   // no gaps between rows
   std::string describe() const;
@@ -63,6 +66,8 @@ static_assert((kTensorMapTag & kOutOfBoundsBit) == 0, "the tag leaves the bit fr
 /// The packed data types of CUtensorMapDataType, .b4x16 and .b4x16_p64 in PTX: 16 elements of 4 bits have 8
 /// bytes in global memory. In shared memory they have 8 bytes too, or 16 of which the last 8 are a gap.
 constexpr u32 kPacked16U4Align8 = 13, kPacked16U4Align16 = 14;
+// With the latter a row of the box has so many elements, and begins at a multiple of them.
+constexpr u32 kPaddedElements = 128;
 
 u32 element_bits(u32 dtype);  // of a CUtensorMapDataType, in global memory
 

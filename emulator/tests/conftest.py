@@ -57,11 +57,18 @@ class Bench:
         self.emulator.synchronize()
 
     def tensor_map(
-        self, array, rows: int, columns: int, box: tuple[int, int], swizzle: str, row_bytes: int | None = None
+        self,
+        array,
+        rows: int,
+        columns: int,
+        box: tuple[int, int],
+        swizzle: str,
+        row_bytes: int | None = None,
+        data_type: int = _U16,
     ) -> bytes:
-        """The tensor map of a (rows, columns) matrix of 16-bit elements.
+        """The tensor map of a (rows, columns) matrix of 16-bit elements, or of another CUtensorMapDataType.
 
-        box: (rows, columns); row_bytes: the stride of the rows, without gaps by default.
+        box: (rows, columns); row_bytes: the stride of the rows, by default that of 16-bit ones without gaps.
         """
         memory = (ctypes.c_uint8 * 256)()
         address = (ctypes.addressof(memory) + 63) // 64 * 64
@@ -69,11 +76,11 @@ class Bench:
         sizes, strides = (ctypes.c_uint64 * 2)(columns, rows), (ctypes.c_uint64 * 1)(row_bytes or 2 * columns)
         boxes, steps = (ctypes.c_uint32 * 2)(box[1], box[0]), (ctypes.c_uint32 * 2)(1, 1)
         where, data = ctypes.c_void_p(address), ctypes.c_void_p(array.pointer)
-        status = encode(where, _U16, 2, data, sizes, strides, boxes, steps, 0, _SWIZZLES[swizzle], 0, 0)
+        status = encode(where, data_type, 2, data, sizes, strides, boxes, steps, 0, _SWIZZLES[swizzle], 0, 0)
         assert status == 0, self.emulator.last_error()
         return ctypes.string_at(address, 128)
 
-    def lanes(self, code: str, inputs: list[np.ndarray], output) -> np.ndarray:
+    def lanes(self, code: str, inputs: list[np.ndarray], output, declarations: str = "") -> np.ndarray:
         """Executes `code` in one warp: %a0, %a1, ... are elements of the inputs, %out that of the result."""
         width = {1: "b8", 2: "b16", 4: "b32", 8: "b64"}
         register = {1: "b16", 2: "b16", 4: "b32", 8: "b64"}
@@ -85,7 +92,7 @@ class Bench:
         size = np.dtype(output).itemsize
         body += f".reg .{register[size]} %out;\n{code}\n"
         body += f"mad.wide.u32 %d31, %r60, {size}, %result;\nst.global.{width[size]} [%d31], %out;"
-        self.kernel(body, *(f"in{i}" for i in range(len(inputs))), "result")
+        self.kernel(body, *(f"in{i}" for i in range(len(inputs))), "result", declarations=declarations)
         result = self.emulator.empty(32, output)
         self.launch(*(self.emulator.upload(x) for x in inputs), result)
         return self.emulator.download(result)

@@ -14,6 +14,7 @@ _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 _FP4 = "kind::mxf4nvf4.block_scale.scale_vec::4X.m16n8k64.row.col.f32.e2m1.e2m1.f32.ue4m3"
 _MXFP4 = "kind::{kind}.block_scale.scale_vec::2X.m16n8k64.row.col.f32.e2m1.e2m1.f32.ue8m0"
 _FP8 = "kind::mxf8f6f4.block_scale.scale_vec::1X.m16n8k32.row.col.f32.e4m3.e4m3.f32.ue8m0"
+_FP8_FP4 = _FP8.replace("e4m3.e4m3", "e4m3.e2m1")
 
 
 def _e2m1(codes: np.ndarray) -> np.ndarray:
@@ -174,7 +175,13 @@ def test_nvfp4_rounds_once(bench):
     assert (_fp4(bench, problem) == (1 << 24) + 2).all()
 
 
-def _fp8(bench, problem: dict[str, np.ndarray], bytes_: tuple[int, int], threads: tuple[int, int]):
+def _fp8(
+    bench,
+    problem: dict[str, np.ndarray],
+    bytes_: tuple[int, int],
+    threads: tuple[int, int],
+    instruction: str = _FP8,
+):
     """bytes_ and threads: the scale selectors of A and of B. All other bytes of the scales are NaN."""
     rows, columns = np.arange(16), np.arange(8)
     registers = []
@@ -189,7 +196,7 @@ def _fp8(bench, problem: dict[str, np.ndarray], bytes_: tuple[int, int], threads
     bench.emulator.configure(compute_capability=120)
     return _multiply(
         bench,
-        _FP8,
+        instruction,
         _fragment_a(problem["a"], 8),
         _fragment_b(problem["b"], 8),
         _fragment_c(problem["c"]),
@@ -215,6 +222,25 @@ def test_mxfp8(bench, bytes_, threads):
     problem["scale_a"][9] = 255  # NaN
     is_nan = np.isnan(_fp8(bench, problem, bytes_, threads))
     np.testing.assert_array_equal(is_nan, _fragment_c(np.repeat(np.arange(16)[:, None] == 9, 8, 1)) == 1)
+
+
+@pytest.mark.parametrize(("bytes_", "threads"), [((0, 0), (0, 0)), ((2, 3), (0, 2))])
+def test_mxfp8_beside_mxfp4(bench, bytes_, threads):
+    """A value of B in e2m1 lies in bits 2 to 5 of its byte."""
+    problem = {
+        "a": _RNG.integers(40, 72, (16, 32)) | _RNG.integers(0, 2, (16, 32)) << 7,
+        "b": _RNG.integers(0, 16, (8, 32)) << 2,
+        "scale_a": _RNG.integers(120, 134, 16),
+        "scale_b": _RNG.integers(120, 134, 8),
+        "c": _RNG.integers(-99, 99, (16, 8)),
+    }
+    a, b = np.where(problem["a"] & 0x80, -1, 1) * _e4m3(problem["a"]), _e2m1(problem["b"] >> 2)
+    scale_a, scale_b = (2.0 ** (problem[f"scale_{x}"] - 127.0) for x in "ab")
+    want = _fragment_c(a @ b.T * np.outer(scale_a, scale_b) + problem["c"])
+    np.testing.assert_array_equal(_fp8(bench, problem, bytes_, threads, _FP8_FP4), want)
+    problem["b"][3, 5] |= 1
+    with pytest.raises(EmulatorError, match="only bits 2 to 5 are modelled"):
+        _fp8(bench, problem, bytes_, threads, _FP8_FP4)
 
 
 def test_nvfp4_truncated(bench):

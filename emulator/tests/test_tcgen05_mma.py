@@ -252,6 +252,30 @@ def test_mxfp8(bench, id_a, id_b):
     np.testing.assert_array_equal(bench.emulator.download(y), total * np.outer(a, b).astype(np.float32))
 
 
+@pytest.mark.parametrize(("id_a", "id_b"), [(0, 0), (3, 2)])
+def test_mxfp8_beside_mxfp4(bench, id_a, id_b):
+    """B is e2m1: 16 values in the first 8 of 16 bytes, of which the others, all ones here, are not read."""
+    rng = np.random.default_rng(9)
+    scale_a, scale_b = (rng.integers(120, 134, (n, 4)).astype(np.uint8) for n in (_ROWS, _COLUMNS))
+    padded = np.zeros((32, 4), np.uint8)
+    padded[:_COLUMNS] = scale_b
+    instruction = _MXFP8_INSTRUCTION | 5 << 10
+    body = _mxfp8_body(id_a, id_b).replace(
+        str(_MXFP8_INSTRUCTION | id_a << 29 | id_b << 4), str(instruction | id_a << 29 | id_b << 4)
+    )
+    store = "@%p1 st.shared.v4.u32 [%r2], {%r0, %r0, "
+    assert store + "%r0, %r0};" in body
+    body = body.replace(store + "%r0, %r0};", "mov.u32 %r50, 0xFFFFFFFF;\n" + store + "%r50, %r50};")
+    bench.kernel(_MXFP8_HEAD + _STORE_A + body, "scale_a", "scale_b", "y", declarations=_SHARED)
+    y = bench.emulator.empty((_ROWS, _COLUMNS), np.float32)
+    bench.launch(bench.emulator.upload(scale_a), bench.emulator.upload(padded), y, block=(128, 1, 1))
+    assert not bench.emulator.hazards()
+    a, b = 2.0 ** (scale_a[:, id_a] - 127.0), 2.0 ** (scale_b[:, id_b] - 127.0)
+    # The word 0x38404840 is 2, 4, 2, 1 in e4m3, and 0, 2, -0, 2, 0, 2, -0, 1.5 in e2m1.
+    total = 4 * (4 * 2 + 1 * 2 + 4 * 2 + 1 * 1.5)
+    np.testing.assert_array_equal(bench.emulator.download(y), total * np.outer(a, b).astype(np.float32))
+
+
 def test_mxfp8_needs_ue8m0_scale_factors(bench):
     body = _mxfp8_body(0, 0).replace(str(_MXFP8_INSTRUCTION), str(_MXFP8_INSTRUCTION & ~(1 << 23)))
     bench.kernel(_MXFP8_HEAD + _STORE_A + body, "scale_a", "scale_b", "y", declarations=_SHARED)

@@ -160,6 +160,23 @@ def test_cluster_shares_memory(bench):
     np.testing.assert_array_equal(bench.emulator.download(result), [1, 2, 3, 0, 5, 6, 7, 4])
 
 
+def test_matrix_load_unpacks_4_bit_elements(bench):
+    """A row has 16 elements in 8 bytes, and 8 bytes of padding; an element becomes the low half of a byte."""
+    tile = np.random.default_rng(3).integers(0, 256, (8, 16)).astype(np.uint8)
+    fragments = bench.lanes(
+        """
+        mov.u32 %r1, %tid.x; mov.u32 %r2, tile; mad.lo.u32 %r3, %r1, 4, %r2; st.shared.u32 [%r3], %a0;
+        bar.warp.sync -1; mad.lo.u32 %r4, %r1, 16, %r2; setp.ge.u32 %p1, %r1, 8; @%p1 mov.u32 %r4, %r2;
+        ldmatrix.sync.aligned.m8n16.x1.shared.b8x16.b4x16_p64 {%out}, [%r4];""",
+        [tile.reshape(-1).view(np.uint32)],
+        np.uint32,
+        declarations=".shared .align 16 .b8 tile[128];",
+    )
+    packed = tile[:, :8]
+    elements = np.stack([packed & 15, packed >> 4], 2).reshape(8, 16)
+    np.testing.assert_array_equal(fragments.view(np.uint8).reshape(8, 16), elements)
+
+
 @pytest.mark.parametrize("transposed", ["", ".trans"])
 def test_matrix_store_and_load_are_inverse(bench, transposed):
     """stmatrix puts element (row, column) of a fragment at byte 16 * row + 2 * column; ldmatrix reads it."""

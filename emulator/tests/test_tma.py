@@ -83,6 +83,38 @@ def test_load(bench, swizzle, columns, x, y, mode):
     assert bench.emulator.num_hazards() == 0, bench.emulator.hazards()
 
 
+_PADDED = 14  # 16U4_ALIGN16B
+_COPY_OUT_PADDED = """
+    mov.u32 %r6, %r5;
+    COPY: mad.lo.u32 %r7, %r6, 4, %r3; mad.wide.u32 %d3, %r6, 4, %d2;
+    and.b32 %r9, %r6, 2; setp.eq.u32 %p4, %r9, 0;
+    @%p4 ld.shared.u32 %r8, [%r7]; @%p4 st.global.u32 [%d3], %r8;
+    add.u32 %r6, %r6, 32; setp.lt.u32 %p3, %r6, 512; @%p3 bra COPY;"""
+
+
+@pytest.mark.parametrize(("x", "y"), [(0, 0), (128, 3), (-128, -2), (128, 30)])
+@pytest.mark.parametrize("swizzle", ["none", "128B"])
+def test_load_of_padded_4_bit_elements(bench, swizzle, x, y):
+    """16 elements lie in the first 8 of 16 bytes, which the mbarrier counts; the others stay unwritten."""
+    codes = np.random.default_rng(7).integers(1, 256, (36, 128)).astype(np.uint8)  # (36, 256) elements
+    wide = np.zeros((200, 384), np.uint8)
+    wide[64:100, 128:256] = codes
+    box = wide[64 + y : 64 + y + 16, 128 + x // 2 : 128 + x // 2 + 64]
+    expected = np.zeros((16, 8, 16), np.uint8)
+    expected[:, :, :8] = box.reshape(16, 8, 8)
+    array, out = bench.emulator.upload(codes), bench.emulator.upload(np.zeros(512, np.uint32))
+    tensor_map = bench.tensor_map(array, 36, 256, (16, 128), swizzle, row_bytes=128, data_type=_PADDED)
+    load = _LOAD.replace("2048", "1024")
+    _launch(bench, _INIT + load + _WAIT + _COPY_OUT_PADDED, tensor_map, out, x, y)
+    np.testing.assert_array_equal(bench.emulator.download(out), _swizzled(expected, swizzle))
+    assert bench.emulator.num_hazards() == 0, bench.emulator.hazards()
+    _launch(bench, _INIT + load + _WAIT + _COPY_OUT, tensor_map, out, x, y)
+    assert bench.emulator.num_hazards() > 0  # it reads the padding
+    bench.emulator.clear()
+    with pytest.raises(EmulatorError, match="the first coordinate is 64, must be a multiple of 128"):
+        _launch(bench, _INIT + load + _WAIT, tensor_map, out, 64, y)
+
+
 @pytest.mark.parametrize(("x", "y"), [(0, 0), (88, 30)])
 def test_store(bench, x, y):
     """A store writes no element outside of the matrix."""
