@@ -28,6 +28,8 @@ struct Rules {
   static constexpr int kGemmK = 32;             // k of a GEMM: a row of codes is a multiple of 16 bytes
   static constexpr int kMxK = 32;               // k of an MX tensor: a multiple of a block
   static constexpr int kFp8K = 64;              // k of FP8 tokens, which are reordered within 64 elements
+  static constexpr int kUnpackedK = 128;        // k of codes that TMA unpacks, beside values in e4m3
+  static constexpr int kUnpackedBytes = 32;     // alignment of such codes
   static constexpr int kResidualChannels = 32;  // their number: k of a GEMM stays a multiple of kGemmK
   static constexpr int64_t kMaxNormK = 65536;   // a CTA keeps a normalised row in registers
   static constexpr int kWorkspaceBytes = 256;   // alignment of a workspace

@@ -18,7 +18,7 @@ constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr double kNvfp4Bytes = 0.5625;  // a code and its part of a block scale
 constexpr double kFp16Bytes = 2;
 // Elements of MXFP8 are about twice as long as those of NVFP4, to which the figures of a policy with FP4
-// tensor cores belong, and an SM multiplies half as many in a clock.
+// tensor cores belong, and an SM multiplies half as many in a clock, also where B is MXFP4.
 constexpr double kMxfp8Share = 2;
 constexpr double kDecodeBytes = kNvfp4Bytes + kFp16Bytes;
 constexpr double kPrepackBytes = 2 * kNvfp4Bytes;
@@ -121,8 +121,9 @@ double tile_clocks(TilePolicy const& policy, Kernel const& row, int num_sms, Sel
   double const macs = rows * size.tile_n;
   double const bytes =
       (rows / size.cluster_n + static_cast<double>(size.tile_n) / sharing) * policy.bytes_per_element;
+  bool const multiplies_e4m3 = row.operands == Operands::kMxfp8 || row.operands == Operands::kMxfp8Mxfp4;
   double const clocks_per_k = std::max(macs / policy.macs_per_clock, bytes / policy.bytes_per_clock) *
-                              (row.operands == Operands::kMxfp8 ? kMxfp8Share : 1);
+                              (multiplies_e4m3 ? kMxfp8Share : 1);
   return waves * (k * clocks_per_k + policy.clocks_per_tile);
 }
 

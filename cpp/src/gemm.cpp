@@ -186,8 +186,9 @@ Problem problem_of(GemmArgs const& args, GemmPlan const& plan, char* workspace, 
     problem.a_dtype = a_dtype(args);
     problem.a_row_stride = a_row_stride(args);
   }
-  problem.b = plan.decode_b || plan.prepack_b ? workspace + plan.b_offset : args.b.data;
-  problem.b_is_fresh = b_is_fresh(args.b_is_constant != 0, plan.decode_b || plan.prepack_b);
+  bool const converts_b = plan.decode_b || plan.prepack_b || plan.expand_b;
+  problem.b = converts_b ? workspace + plan.b_offset : args.b.data;
+  problem.b_is_fresh = b_is_fresh(args.b_is_constant != 0, converts_b);
   problem.scale_b = args.b.scales;
   if (plan.decode_mx) {
     auto const at = [&](size_t offset) { return reinterpret_cast<float const*>(workspace + offset); };
@@ -302,6 +303,10 @@ fp4gemm_status_t plan_gemm(GemmArgs const& args, int device, GemmPlan* plan) {
     return fail(FP4GEMM_ERROR_NOT_SUPPORTED, "kernel: %s does not support groups that are ragged in k",
                 plan->kernel->info.name);
   }
+  FP4GEMM_CHECK(operands != Operands::kMxfp8Mxfp4 || args.k % Rules::kUnpackedK == 0,
+                "k: is %lld, must be a multiple of %d for %s, or the kernel must be another: its "
+                "tensor maps have no other rows of b",
+                ll(args.k), Rules::kUnpackedK, plan->kernel->info.name);
   if (auto const check = architecture_of(plan->device.arch)->check_problem; check != nullptr) {
     FP4GEMM_TRY(check(problem_of(args, *plan, nullptr, device)));
   }
@@ -309,9 +314,12 @@ fp4gemm_status_t plan_gemm(GemmArgs const& args, int device, GemmPlan* plan) {
   bool const quantized_b = args.b.format == FP4GEMM_FORMAT_NVFP4;
   plan->decode_b = quantized_b && operands == Operands::kFp16;
   plan->prepack_b = quantized_b && is_prepacked(operands);
+  plan->expand_b = operands == Operands::kMxfp8 && args.b.format == FP4GEMM_FORMAT_MXFP4;
   plan->kernel_offset = plan->b_offset;
   if (plan->decode_b || plan->decode_mx) {
     plan->kernel_offset += decoded_bytes(num_b(args) * args.n, args.k);
+  } else if (plan->expand_b) {
+    plan->kernel_offset += round_up(num_b(args) * args.n * args.k, Rules::kWorkspaceBytes);
   } else if (plan->prepack_b) {
     int64_t const bytes = order_of(operands).bytes(args.n, args.k);
     plan->kernel_offset += round_up(num_b(args) * bytes, Rules::kWorkspaceBytes);
@@ -394,6 +402,9 @@ fp4gemm_status_t convert_operands(GemmArgs const& args, GemmPlan const& plan, ch
   if (plan.decode_mx) {
     return decode_mx(args, plan, workspace, stream);
   }
+  if (plan.expand_b) {
+    return launch_expand_codes(num_b(args) * args.n * args.k, args.b.data, workspace + plan.b_offset, stream);
+  }
   DecodeJob a, b;
   if (plan.decode_a) {
     a = {args.m, static_cast<uint8_t const*>(args.a.data), static_cast<uint8_t const*>(args.a.scales),
@@ -437,6 +448,10 @@ fp4gemm_status_t launch_gemm(GemmArgs const& args, GemmPlan const& plan, void* w
   if (plan.kernel == nullptr) {
     return FP4GEMM_SUCCESS;
   }
+  FP4GEMM_CHECK(
+      plan.kernel->operands != Operands::kMxfp8Mxfp4 || is_aligned(args.b.data, Rules::kUnpackedBytes),
+      "b: data is %p, must be at a multiple of %d bytes for %s", args.b.data, Rules::kUnpackedBytes,
+      plan.kernel->info.name);
   char* const bytes = static_cast<char*>(workspace);
   if (args.generated == nullptr) {
     FP4GEMM_TRY(convert_operands(args, plan, bytes, stream));

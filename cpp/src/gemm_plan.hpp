@@ -24,6 +24,7 @@ struct GemmPlan {
   size_t row_factors_offset = 0;  // with decode_mx: alpha_row and alpha_col with these factors
   size_t column_factors_offset = 0;
   bool prepack_b = false;
+  bool expand_b = false;  // MXFP4 to MXFP8, with the same scales
   size_t b_offset = 0;
   size_t kernel_offset = 0;
   size_t total_bytes = 0;

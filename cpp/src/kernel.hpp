@@ -40,8 +40,9 @@ constexpr bool b_is_fresh(bool b_is_constant, bool is_converted) { return is_con
 /// The formats that a kernel reads. Operands in some other formats are converted, in the workspace.
 enum class Operands {
   kNvfp4,          // both NVFP4
-  kMxfp8,          // both MXFP8
+  kMxfp8,          // both MXFP8; an MXFP4 B is expanded first
   kMxfp4,          // both MXFP4
+  kMxfp8Mxfp4,     // A MXFP8, B MXFP4
   kFp16,           // both fp16; NVFP4 and MX operands are decoded first
   kPrepacked,      // A as for kFp16; B prepacked; an NVFP4 B is prepacked first
   kPrepackedBf16,  // A bf16; B as for kPrepacked
@@ -55,8 +56,9 @@ constexpr bool accepts(Operands operands, fp4gemm_format_t a, fp4gemm_format_t b
   bool const prepackable_fp8 = b == FP4GEMM_FORMAT_NVFP4 || b == FP4GEMM_FORMAT_PREPACKED_FP8;
   switch (operands) {
     case Operands::kNvfp4: return a == FP4GEMM_FORMAT_NVFP4 && b == FP4GEMM_FORMAT_NVFP4;
-    case Operands::kMxfp8: return a == FP4GEMM_FORMAT_MXFP8 && b == FP4GEMM_FORMAT_MXFP8;
+    case Operands::kMxfp8: return a == FP4GEMM_FORMAT_MXFP8 && is_mx(b);
     case Operands::kMxfp4: return a == FP4GEMM_FORMAT_MXFP4 && b == FP4GEMM_FORMAT_MXFP4;
+    case Operands::kMxfp8Mxfp4: return a == FP4GEMM_FORMAT_MXFP8 && b == FP4GEMM_FORMAT_MXFP4;
     case Operands::kFp16:
       return (nvfp4_or_fp16 && (b == FP4GEMM_FORMAT_NVFP4 || b == FP4GEMM_FORMAT_FP16)) ||
              multiplies_mx(a, b);

@@ -8,6 +8,7 @@
 #include "cutlass_evt/gemm.hpp"
 #include "cutlass_evt/operands/mxfp4.hpp"
 #include "cutlass_evt/operands/mxfp8.hpp"
+#include "cutlass_evt/operands/mxfp8_mxfp4.hpp"
 #include "cutlass_evt/operands/nvfp4.hpp"
 #include "error.hpp"
 #include "kernel_activation.hpp"
@@ -23,6 +24,8 @@ template <>
 constexpr Operands kOperandsOf<cutlass_evt::Mxfp8> = Operands::kMxfp8;
 template <>
 constexpr Operands kOperandsOf<cutlass_evt::Mxfp4> = Operands::kMxfp4;
+template <>
+constexpr Operands kOperandsOf<cutlass_evt::Mxfp8Mxfp4> = Operands::kMxfp8Mxfp4;
 
 /// Mode I of a static shape.
 template <int I, class Shape>

@@ -73,6 +73,7 @@ struct KernelTraits {
       case Operands::kNvfp4: return "nvfp4";
       case Operands::kMxfp8: return "mxfp8";
       case Operands::kMxfp4: return "mxfp4";
+      case Operands::kMxfp8Mxfp4: return "mxfp8_mxfp4";
       case Operands::kFp16: return "fp16";
       case Operands::kPrepacked: return "prepacked";
       case Operands::kPrepackedBf16: return "prepacked_bf16";
@@ -85,6 +86,7 @@ struct KernelTraits {
     switch (operands) {
       case Operands::kMxfp8: return "_mxfp8_";
       case Operands::kMxfp4: return "_mxfp4_";
+      case Operands::kMxfp8Mxfp4: return "_mxfp8_mxfp4_";
       case Operands::kPrepacked: return "_prepacked_";
       case Operands::kPrepackedBf16: return "_prepacked_bf16_";
       case Operands::kPrepackedFp8: return fast_accum ? "_prepacked_fp8_fast_" : "_prepacked_fp8_";

@@ -48,6 +48,7 @@ fp4gemm_status_t launch_rms_norm_quantize(fp4gemm_rms_norm_quantize_args_t const
 fp4gemm_status_t launch_mx_quantize(MxArgs const&, fp4gemm_stream_t) { return no_cuda(); }
 fp4gemm_status_t launch_mx_dequantize(MxArgs const&, fp4gemm_stream_t) { return no_cuda(); }
 fp4gemm_status_t launch_mx_decode(MxDecodeJob const&, fp4gemm_stream_t) { return no_cuda(); }
+fp4gemm_status_t launch_expand_codes(int64_t, void const*, void*, fp4gemm_stream_t) { return no_cuda(); }
 fp4gemm_status_t launch_decode(DecodeJob const&, DecodeJob const&, int64_t, DeviceProperties const&,
                                fp4gemm_stream_t) {
   return no_cuda();

@@ -70,11 +70,15 @@ int cheapest(int device_arch, int num_sms, Selection const& wanted) {
 bool suits(Kernel const& kernel, Selection const& wanted) {
   // A prepacked weight belongs to one matrix, and groups that are ragged in k have parts of a matrix.
   bool const ragged_k = wanted.num_groups > 0 && wanted.ragged == FP4GEMM_RAGGED_K;
+  // MXFP8 tokens and MXFP4 weights have kernels of their own, for which TMA unpacks whole multiples of so
+  // many codes. Where k is none, the codes are expanded for those of MXFP8.
+  bool const mixed = wanted.format_a == FP4GEMM_FORMAT_MXFP8 && wanted.format_b == FP4GEMM_FORMAT_MXFP4;
+  Operands const other = wanted.k % Rules::kUnpackedK == 0 ? Operands::kMxfp8 : Operands::kMxfp8Mxfp4;
   return kernel.info.out_dtype == wanted.out_dtype && kernel.is_gated == wanted.is_gated &&
          kernel.is_grouped == (wanted.num_groups > 0) &&
          accepts(kernel.operands, wanted.format_a, wanted.format_b) &&
          (wanted.use_fast_accum || kernel.info.fast_accum == 0) &&
-         !(ragged_k && is_prepacked(kernel.operands));
+         !(ragged_k && is_prepacked(kernel.operands)) && !(mixed && kernel.operands == other);
 }
 
 int select_kernel(int device_arch, int num_sms, Selection const& asked) {

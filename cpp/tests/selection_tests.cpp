@@ -49,7 +49,11 @@ struct Formats {
              (b == FP4GEMM_FORMAT_NVFP4 || b == FP4GEMM_FORMAT_PREPACKED_FP8);
     }
     if (a == FP4GEMM_FORMAT_MXFP8 && b == FP4GEMM_FORMAT_MXFP4) {
-      return std::strcmp(operand, "fp16") == 0;
+      return std::strcmp(operand, "mxfp8_mxfp4") == 0 || std::strcmp(operand, "mxfp8") == 0 ||
+             std::strcmp(operand, "fp16") == 0;
+    }
+    if (std::strcmp(operand, "mxfp8_mxfp4") == 0) {
+      return false;
     }
     for (auto const& [format, name] :
          {std::pair{FP4GEMM_FORMAT_MXFP8, "mxfp8"}, {FP4GEMM_FORMAT_MXFP4, "mxfp4"}}) {

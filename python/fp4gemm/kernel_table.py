@@ -44,8 +44,9 @@ Format = Literal["nvfp4", "fp16", "bf16", "prepacked", "e4m3", "prepacked_fp8", 
 # beside any of the second. The library converts an operand first where the kernel reads another format.
 _SUPPORTED: dict[str, tuple[tuple[tuple[Format, ...], tuple[Format, ...]], ...]] = {
     "nvfp4": ((("nvfp4",), ("nvfp4",)),),
-    "mxfp8": ((("mxfp8",), ("mxfp8",)),),
+    "mxfp8": ((("mxfp8",), ("mxfp8", "mxfp4")),),
     "mxfp4": ((("mxfp4",), ("mxfp4",)),),
+    "mxfp8_mxfp4": ((("mxfp8",), ("mxfp4",)),),
     "fp16": (
         (("nvfp4", "fp16"), ("nvfp4", "fp16")),
         (("mxfp8",), ("mxfp8", "mxfp4")),

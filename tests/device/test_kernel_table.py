@@ -24,7 +24,7 @@ def test_kernels_describe_themselves() -> None:
     for row in rows:
         tile, cluster = "x".join(map(str, row.tile)), "x".join(map(str, row.cluster))
         swapped = "_swapped" if row.is_swapped else ""
-        if "prepacked" in row.operand or row.operand in ("mxfp8", "mxfp4"):
+        if "prepacked" in row.operand or row.operand in ("mxfp8", "mxfp4", "mxfp8_mxfp4"):
             swapped = f"_{row.operand}" + "_fast" * row.fast_accum
         want = f"sm{row.arch}_{row.mode}_{tile}_c{cluster}{swapped}_{row.epilogue}_{short[row.out_dtype]}"
         assert row.name == want
@@ -32,6 +32,7 @@ def test_kernels_describe_themselves() -> None:
             "nvfp4",
             "mxfp8",
             "mxfp4",
+            "mxfp8_mxfp4",
             "fp16",
             "prepacked",
             "prepacked_bf16",
@@ -106,12 +107,16 @@ def test_the_selection_does_not_depend_on_earlier_ones() -> None:
 
 
 def test_selected_kernels_support_the_formats() -> None:
-    """Every device supports NVFP4, MXFP8 and MXFP4. Others of Hopper's formats need kernels for them."""
+    """Every device supports NVFP4, MXFP8, MXFP4, and MXFP8 beside MXFP4.
+
+    Others of Hopper's formats need kernels for them.
+    """
     archs = {row.arch for row in fp4gemm.kernels()}
     formats_of_hopper = [
         ("nvfp4", "nvfp4"),
         ("mxfp8", "mxfp8"),
         ("mxfp4", "mxfp4"),
+        ("mxfp8", "mxfp4"),
         ("fp16", "fp16"),
         ("fp16", "nvfp4"),
         ("nvfp4", "fp16"),
@@ -127,7 +132,7 @@ def test_selected_kernels_support_the_formats() -> None:
             for groups in (0, 4):
                 options = {"format_a": formats[0], "format_b": formats[1]}
                 row = kernel_table.select_kernel(arch, 132, 64, 512, 1024, groups, **options)
-                wanted = formats in supported.get(arch, formats_of_hopper[:3])
+                wanted = formats in supported.get(arch, formats_of_hopper[:4])
                 assert (row is not None) == wanted, (arch, formats)
                 assert row is None or row.supports(*formats), (row, formats)
     assert all(kernel_table.select_kernel(arch, 132, 64, 64, 64, format_b="bf16") is None for arch in archs)
@@ -150,6 +155,20 @@ def test_sm120_selects_prepacked_kernels_for_few_tokens() -> None:
     assert selected(8, "nvfp4", "nvfp4").operand == "nvfp4"
 
 
+@pytest.mark.skipif(
+    all(row.operand != "mxfp8_mxfp4" for row in fp4gemm.kernels()), reason="built without such kernels"
+)
+@pytest.mark.parametrize(("k", "operand"), [(2816, "mxfp8_mxfp4"), (2880, "mxfp8")])
+def test_codes_that_tma_does_not_unpack_are_expanded(k: int, operand: str) -> None:
+    """Kernels of MXFP8 beside MXFP4 need a k that is a multiple of 128; else those of MXFP8 are chosen."""
+    for arch in {row.arch for row in fp4gemm.kernels() if row.operand == operand}:
+        for groups in (0, 4):
+            formats: dict[str, Any] = {"format_a": "mxfp8", "format_b": "mxfp4"}
+            row = kernel_table.select_kernel(arch, 132, 64, 512, k, groups, **formats)
+            assert row is not None
+            assert row.operand == operand
+
+
 @pytest.mark.skipif(all(row.arch != 90 for row in fp4gemm.kernels()), reason="built without SM90 kernels")
 def test_sm90_selects_tiles_for_experts_with_fp8_tokens() -> None:
     """The tiles for 128 experts (2048, 768) with 4 to 64 tokens on average are those that were fastest."""
@@ -168,8 +187,9 @@ def test_sm90_selects_tiles_for_experts_with_fp8_tokens() -> None:
     ("operand", "supported"),
     [
         ("nvfp4", {"nvfp4 nvfp4"}),
-        ("mxfp8", {"mxfp8 mxfp8"}),
+        ("mxfp8", {"mxfp8 mxfp8", "mxfp8 mxfp4"}),
         ("mxfp4", {"mxfp4 mxfp4"}),
+        ("mxfp8_mxfp4", {"mxfp8 mxfp4"}),
         (
             "fp16",
             {

@@ -15,8 +15,11 @@ from torch import Tensor
 # The type of the tokens, by KernelInfo.operand of kernels on prepacked weights.
 TOKEN_TYPES = {"prepacked": torch.float16, "prepacked_bf16": torch.bfloat16}
 
-# The formats of operands that have block scales, by KernelInfo.operand.
-FORMATS = {form.name: form for form in (NVFP4, MXFP8, MXFP4)}
+# The formats of a and b where both have block scales, by KernelInfo.operand.
+FORMATS = {form.name: (form, form) for form in (NVFP4, MXFP8, MXFP4)}
+FORMATS["mxfp8_mxfp4"] = (MXFP8, MXFP4)
+EXPANDED = "mxfp8, and mxfp4 that is expanded"  # no operand of a kernel: that of MXFP8 computes it
+FORMATS[EXPANDED] = (MXFP8, MXFP4)
 
 # The terms of the epilogue in a problem: none, or all.
 PLAIN, FULL = "plain", "full"
@@ -68,6 +71,11 @@ def codes_and_scales(
     return codes, (mantissa * 2.0**exponent).to(torch.float8_e4m3fn)
 
 
+def size_of_k(k: int, operand: str) -> int:
+    """k, or for MXFP8 beside MXFP4 the next multiple of 128, as their kernels require."""
+    return (k + 127) // 128 * 128 if operand == "mxfp8_mxfp4" else k
+
+
 def _powers(rows: int, k: int, gen: torch.Generator) -> Tensor:
     powers = torch.randint(126, 129, (rows, k // MX_BLOCK), generator=gen).to(torch.uint8)
     return powers.view(torch.float8_e8m0fnu)
@@ -98,9 +106,10 @@ def dense(
     operand: str = "nvfp4",
 ) -> Problem:
     """A dense problem. n is that of the product; with a gated activation D has n / 2 columns."""
-    gen, form = torch.Generator().manual_seed(m * 1000003 + n * 1009 + k), FORMATS[operand]
-    a, scales_a = codes_and_scales(m, k, gen, form)
-    b, scales_b = codes_and_scales(n, k, gen, form)
+    k = size_of_k(k, operand)
+    gen, (form_a, form_b) = torch.Generator().manual_seed(m * 1000003 + n * 1009 + k), FORMATS[operand]
+    a, scales_a = codes_and_scales(m, k, gen, form_a)
+    b, scales_b = codes_and_scales(n, k, gen, form_b)
     columns = columns_of_d(n, activation)
     want = poisoned((m, row_stride(columns, terms)), dtype)
     swizzled = [layout.swizzle_scales(scales) for scales in (scales_a, scales_b)]
@@ -143,14 +152,15 @@ def grouped_ragged_m(
     operand: str = "nvfp4",
 ) -> Problem:
     """A problem with ragged m. The three rows behind the last group must stay as they are."""
+    k = size_of_k(k, operand)
     gen = torch.Generator().manual_seed(sum(sizes) * 1009 + n + k + len(sizes))
-    groups, m, form = len(sizes), sum(sizes) + 3, FORMATS[operand]
+    groups, m, (form_a, form_b) = len(sizes), sum(sizes) + 3, FORMATS[operand]
     offs, at = group_rows(sizes)
-    a, scales_a = codes_and_scales(m, k, gen, form)
-    spread = torch.zeros(layout.grouped_scale_rows(m, groups), k // form.block, dtype=torch.uint8)
+    a, scales_a = codes_and_scales(m, k, gen, form_a)
+    spread = torch.zeros(layout.grouped_scale_rows(m, groups), k // form_a.block, dtype=torch.uint8)
     spread[at] = scales_a.view(torch.uint8)[: len(at)]
     spread = spread.view(scales_a.dtype)
-    experts = [codes_and_scales(n, k, gen, form) for _ in sizes]
+    experts = [codes_and_scales(n, k, gen, form_b) for _ in sizes]
     b = torch.stack([codes for codes, _ in experts])
     scale_b = torch.stack([layout.swizzle_scales(scales) for _, scales in experts])
     columns = columns_of_d(n, activation)
@@ -181,19 +191,19 @@ def grouped_ragged_k(
 ) -> Problem:
     """A problem with ragged k. Columns that hold no token are zero."""
     gen = torch.Generator().manual_seed(sum(sizes) * 1009 + n + m + len(sizes))
-    form, groups = FORMATS[operand], len(sizes)
-    step = form.group_columns
+    forms, groups = FORMATS[operand], len(sizes)
+    step = forms[0].group_columns
     columns = (sum(sizes) + (step - 1) * min(groups, sum(sizes))) // step * step
     taken, begin = torch.zeros(columns, dtype=torch.bool), 0
     for size in sizes:
         taken[begin : begin + size] = True
         begin += (size + step - 1) // step * step
-    if form is MXFP8:
-        mask = taken.to(torch.uint8) * 0xFF
-    else:
-        mask = torch.where(taken.view(-1, 2), torch.tensor([0x0F, 0xF0]), 0).sum(1).to(torch.uint8)
     operands = []
-    for rows in (m, n):
+    for form, rows in zip(forms, (m, n), strict=True):
+        if form is MXFP8:
+            mask = taken.to(torch.uint8) * 0xFF
+        else:
+            mask = torch.where(taken.view(-1, 2), torch.tensor([0x0F, 0xF0]), 0).sum(1).to(torch.uint8)
         data, scales = codes_and_scales(rows, columns, gen, form)
         none = scales.new_empty(((rows + 127) // 128 * 128, 0))
         masked = (data.view(torch.uint8) & mask).view(data.dtype)

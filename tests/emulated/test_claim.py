@@ -18,8 +18,10 @@ _WORD = (
 )
 _GATED = "the gated kernels' D, stored as bytes: a narrower row and swizzle of the stores that are calibrated"
 _BOX = "another box of a load or store whose type and swizzle are calibrated"
+_RANK = "a third dimension of 1, which loads of other types have; rank 2 of this type is calibrated"
 EXPLAINED: dict[int, dict[str, str]] = {
     100: {
+        "tma: load dtype 14 rank 3 swizzle 128B box 128x128x1 cta_group::1": _RANK,
         "tma: store dtype 0 rank 2 swizzle 32B box 32x128": _GATED,
         "tma: store dtype 0 rank 3 swizzle 32B box 32x128x1": _GATED,
         "tma: store dtype 0 rank 3 swizzle 64B box 64x128x1": _GATED,
@@ -28,6 +30,7 @@ EXPLAINED: dict[int, dict[str, str]] = {
         "tma: store dtype 6 rank 3 swizzle 128B box 64x32x1": _FP16,
     },
     120: {
+        "tma: load dtype 14 rank 3 swizzle 128B box 128x128x1 cta_group::1": _RANK,
         "tma: store dtype 0 rank 2 swizzle 32B box 32x64": _GATED,
         "tma: store dtype 0 rank 3 swizzle 32B box 32x64x1": _GATED,
         "tma: store dtype 1 rank 2 swizzle 64B box 32x64": _WORD,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import fp4gemm
 import pytest
 import torch
-from problems import FORMATS, FULL, PLAIN, Problem, dense, grouped_ragged_k, grouped_ragged_m
-from session import ARCHS, KERNELS, SCHEDULES, Session, Sessions, describe, same_bits
+from problems import EXPANDED, FORMATS, FULL, PLAIN, Problem, dense, grouped_ragged_k, grouped_ragged_m
+from session import ARCHS, KERNELS, SCHEDULES, Finding, Session, Sessions, describe, same_bits
 
 
 def of_mode(mode: str, epilogue: str = "rowcol") -> list[object]:
@@ -82,7 +82,7 @@ def test_one_group_is_dense(sessions: Sessions, kernel: fp4gemm.KernelInfo) -> N
         "one group",
         133,
         136,
-        96,
+        grouped.k,
         grouped.a[:133],
         grouped.scale_a[:256],
         grouped.b[0],
@@ -90,6 +90,23 @@ def test_one_group_is_dense(sessions: Sessions, kernel: fp4gemm.KernelInfo) -> N
         grouped.want[:133],
     )
     assert same_bits(session.run(grouped, kernel.name)[:133], session.run(plain))
+
+
+@pytest.mark.parametrize("kernel", [k for k in KERNELS if k.operand == "mxfp8"], ids=lambda k: k.name)
+def test_codes_are_expanded(sessions: Sessions, kernel: fp4gemm.KernelInfo) -> None:
+    """Kernels of MXFP8 operands multiply by an MXFP4 b, which the call makes MXFP8, for any k."""
+    activation = "swiglu" if kernel.epilogue == "gated" else "silu"
+    terms = (96, kernel.out_dtype, FULL, activation, EXPANDED)
+    problem = dense(33, 144, *terms) if kernel.mode == "dense" else grouped_ragged_m((5, 0, 30), 144, *terms)
+    check(sessions.of(kernel), problem, kernel.name)
+
+
+@pytest.mark.parametrize("kernel", [k for k in KERNELS if k.operand == "mxfp8_mxfp4"], ids=lambda k: k.name)
+def test_kernels_that_unpack_codes_refuse_another_k(sessions: Sessions, kernel: fp4gemm.KernelInfo) -> None:
+    terms = (96, kernel.out_dtype, PLAIN, "swiglu" if kernel.epilogue == "gated" else None, EXPANDED)
+    problem = dense(33, 144, *terms) if kernel.mode == "dense" else grouped_ragged_m((5, 0, 30), 144, *terms)
+    with pytest.raises(Finding, match="k: is 96, must be a multiple of 128 for"):
+        sessions.of(kernel).run(problem, kernel.name)
 
 
 @pytest.mark.parametrize("operand", FORMATS)

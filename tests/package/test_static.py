@@ -351,9 +351,11 @@ def test_a_cluster_releases_its_arrivals_before_a_cta_exits() -> None:
         ("sm_100", r"gemm_kernel.*5Nvfp4", r"UTCOMMA(\.2CTA)?\.4X"),
         ("sm_100", r"gemm_kernel.*5Mxfp8", r"UTCQMMA"),
         ("sm_100", r"gemm_kernel.*5Mxfp4", r"UTCOMMA(?!\S*\.4X)"),
+        ("sm_100", r"gemm_kernel.*10Mxfp8Mxfp4", r"UTCQMMA"),
         ("sm_120", r"gemm_kernel.*5Nvfp4", r"OMMA\.SF\.16864\.F32\.E2M1\.E2M1\.UE4M3\.4X"),
         ("sm_120", r"gemm_kernel.*5Mxfp8", r"QMMA\.SF\.16832\.F32\.E4M3\.E4M3\.E8"),
         ("sm_120", r"gemm_kernel.*5Mxfp4", r"OMMA\.SF\.16864\.F32\.E2M1\.E2M1\.E8"),
+        ("sm_120", r"gemm_kernel.*10Mxfp8Mxfp4", r"QMMA\.SF\.16832\.F32\.E4M3\.E2M1\.E8"),
     ],
     ids=[
         "sm90-decoded",
@@ -363,9 +365,11 @@ def test_a_cluster_releases_its_arrivals_before_a_cta_exits() -> None:
         "sm100-nvfp4",
         "sm100-mxfp8",
         "sm100-mxfp4",
+        "sm100-mxfp8-mxfp4",
         "sm120-nvfp4",
         "sm120-mxfp8",
         "sm120-mxfp4",
+        "sm120-mxfp8-mxfp4",
     ],
 )
 def test_kernels_use_the_tensor_cores_meant(arch: str, function: str, instruction: str) -> None:

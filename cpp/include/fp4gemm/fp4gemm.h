@@ -96,7 +96,9 @@ typedef enum fp4gemm_format {
   FP4GEMM_FORMAT_PREPACKED_FP8 = 6, /* B only. data: the bytes that fp4gemm_prepack_fp8 wrote */
   FP4GEMM_FORMAT_MXFP8 = 7, /* both, or A beside a B in MXFP4. data: (rows, k) e4m3, scales: swizzled e8m0,
                                one for each 32 */
-  FP4GEMM_FORMAT_MXFP4 = 8 /* both, or B beside an A in MXFP8. data: codes as of NVFP4, scales: as of MXFP8 */
+  FP4GEMM_FORMAT_MXFP4 = 8  /* both, or B beside an A in MXFP8. data: codes as of NVFP4, scales: as of MXFP8.
+                               Beside MXFP8 and on Blackwell, B is expanded to MXFP8 in each call unless k is a
+                               multiple of 128; then data must be at a multiple of 32 bytes */
 } fp4gemm_format_t;
 
 /* ---- errors and versions ---- */

@@ -263,6 +263,27 @@ __global__ void __launch_bounds__(kThreads) mx_dequantize(MxParams p) {
   }
 }
 
+constexpr int kCodesOfChunk = 16;  // which a thread of expand_codes reads
+
+/// Four e2m1 codes, in the low half of `codes`, as e4m3 bytes. e4m3 has every value of e2m1.
+__device__ inline uint32_t e2m1_to_e4m3(uint32_t codes) {
+  // The bytes of 0, 0.5, 1, 1.5 and of 2, 3, 4, 6, beginning with the lowest.
+  uint32_t const magnitudes = __byte_perm(0x3C383000u, 0x4C484440u, codes & 0x7777u);
+  uint32_t const signs =
+      (codes & 0x8u) << 4 | (codes & 0x80u) << 8 | (codes & 0x800u) << 12 | (codes & 0x8000u) << 16;
+  return magnitudes | signs;
+}
+
+__global__ void __launch_bounds__(kThreads)
+    expand_codes(uint2 const* codes, uint4* values, int64_t num_chunks) {
+  int64_t const i = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  if (i < num_chunks) {
+    uint2 const packed = codes[i];
+    values[i] = {e2m1_to_e4m3(packed.x), e2m1_to_e4m3(packed.x >> 16), e2m1_to_e4m3(packed.y),
+                 e2m1_to_e4m3(packed.y >> 16)};
+  }
+}
+
 constexpr int kWarps = kThreads / 32;  // of a CTA of mx_decode, which decode a row each
 
 /// See MxDecodeJob. Warps count the rows of the scales.
@@ -391,6 +412,20 @@ fp4gemm_status_t launch_mx_dequantize(MxArgs const& args, fp4gemm_stream_t strea
       mx_dequantize<decltype(type), decltype(elements)><<<count, kThreads, 0, stream>>>(params);
     });
   });
+  FP4GEMM_CUDA(cudaGetLastError());
+  return FP4GEMM_SUCCESS;
+}
+
+fp4gemm_status_t launch_expand_codes(int64_t num_codes, void const* codes, void* values,
+                                     fp4gemm_stream_t stream) {
+  int64_t const chunks = num_codes / kCodesOfChunk;
+  if (chunks == 0) {
+    return FP4GEMM_SUCCESS;
+  }
+  int64_t const ctas = ceil_div(chunks, kThreads);
+  FP4GEMM_TRY(check_grid("expand_codes", ctas));
+  expand_codes<<<static_cast<unsigned>(ctas), kThreads, 0, stream>>>(static_cast<uint2 const*>(codes),
+                                                                     static_cast<uint4*>(values), chunks);
   FP4GEMM_CUDA(cudaGetLastError());
   return FP4GEMM_SUCCESS;
 }

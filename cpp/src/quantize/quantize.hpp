@@ -77,6 +77,11 @@ struct MxDecodeJob {
 
 fp4gemm_status_t launch_mx_decode(MxDecodeJob const& job, fp4gemm_stream_t stream);
 
+/// Writes e2m1 codes, two in a byte, as e4m3 numbers of the same values. num_codes is a multiple of 32, and
+/// both pointers are multiples of 16 bytes.
+fp4gemm_status_t launch_expand_codes(int64_t num_codes, void const* codes, void* values,
+                                     fp4gemm_stream_t stream);
+
 /// An operand to decode, y (rows, k) fp16 = e2m1 value * block scale: one matrix, groups of rows, or a stack
 /// of matrices.
 struct DecodeJob {

@@ -11,7 +11,8 @@
   LIST(grouped_m128)              \
   LIST(swapped)                   \
   LIST(mxfp8)                     \
-  LIST(mxfp4)
+  LIST(mxfp4)                     \
+  LIST(mxfp8_mxfp4)
 
 namespace fp4gemm::sm100 {
 

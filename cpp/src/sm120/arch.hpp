@@ -12,7 +12,8 @@
   LIST(prepacked_fp16)            \
   LIST(prepacked_bf16)            \
   LIST(mxfp8)                     \
-  LIST(mxfp4)
+  LIST(mxfp4)                     \
+  LIST(mxfp8_mxfp4)
 
 namespace fp4gemm::sm120 {
 

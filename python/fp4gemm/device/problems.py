@@ -6,7 +6,7 @@ reference agree in every bit.
 
 Scales of the MX formats are 1/2 to 2. MXFP8 values have magnitudes from 1/2 to 15/8 and 4 significant bits; a
 sum is then a multiple of 2^-10 below 2^13. Of MXFP4 it is a multiple of 1/16 below 2^16, and of MXFP8 beside
-MXFP4 a multiple of 2^-7 below 2^15. There k is a multiple of 128, the columns of a tile of scales.
+MXFP4 a multiple of 2^-7 below 2^15. There k is a multiple of 128, as their own kernels require.
 
 The FP8 tensor cores of Hopper add with fewer bits. So FP8 tokens are zero but for four elements of a row, 1
 or -1; a sum is then a multiple of 1/32 below 16, which needs nine bits.
@@ -37,7 +37,7 @@ RAGGED_M, RAGGED_K = (272, 160), (136, 264)  # (n, k) with ragged m; (m, n) with
 NEGATIVE = (37, 40, 96)  # (m, n, k) of the product with negative block scales
 DENSE_FP8, RAGGED_M_FP8 = ((300, 400, 320), (3, 32, 64)), (272, 192)
 NONZERO = 4  # elements of a row of FP8 tokens
-UNPACKED = 128  # k of MXFP4 codes beside MXFP8 is a multiple of it
+UNPACKED = 128  # k of MXFP8 beside MXFP4 is a multiple of it for kernels that read both
 POISON = 0xFF  # a byte of a NaN in every output type
 NAN_SCALES = (0x7F, 0xFF)
 

@@ -74,7 +74,7 @@ class Linear(Invariant, WeightModule):
     ``weight`` is then an :class:`fp4gemm.MXFP8Tensor`, which takes the place of the NVFP4Tensor in all that
     follows; it is not prepacked, and x is a float tensor. With ``activations="mxfp8-mxfp4"`` Q(x) is the same
     and the weight an :class:`fp4gemm.MXFP4Tensor`, of :func:`fp4gemm.quantize_mxfp4` or with the codes of a
-    checkpoint. There Blackwell's kernels require k to be a multiple of 128.
+    checkpoint. On Blackwell, a k that is no multiple of 128 costs a conversion of the codes in each call.
 
     On compute capability 9.0, and with ``activations="a16"`` on 12.0 and 12.1, the first ``forward``
     that is neither traced nor captured prepacks the weight (:func:`fp4gemm.prepack`), which synchronises
