@@ -4,8 +4,8 @@
     if rule is not None and holds(rule): ...
 
 A rule reads the text alone. Where it needs a fact about values, for example that a register is never
-negative, it names a premise: instructions that trap where an execution contradicts the fact. The caller
-executes the kernel with them.
+negative, it names a premise: instructions that trap where an execution contradicts the fact, or instructions
+that the kernel can do without. The caller executes the kernel with the former, and without the latter.
 """
 
 from __future__ import annotations
@@ -27,7 +27,12 @@ class Rule:
 
     reason: str
     line: int = 0  # the premise's instructions are inserted behind this line, from 1
-    premise: tuple[str, ...] = field(default=())  # they trap where the premise is wrong; none: no premise
+    premise: tuple[str, ...] = field(default=())  # they trap where the premise is wrong
+    deleted: tuple[int, ...] = field(default=())  # lines; an execution without them shows the premise
+
+    @property
+    def has_premise(self) -> bool:
+        return bool(self.premise or self.deleted)
 
 
 @dataclass(frozen=True)
@@ -104,6 +109,17 @@ def _dead(function: _Function, line: _Line, mutant: Mutant) -> Rule | None:
     return None
 
 
+def _unused_barrier(function: _Function, line: _Line, mutant: Mutant) -> Rule | None:
+    """The number of arrivals of mbarriers that nobody uses: without the init, a use would be an error."""
+    readers = function.readers(line.fields[0])
+    if not line.opcode.startswith("mov") or not readers:
+        return None
+    if any(not r.opcode.startswith("mbarrier.init") or r.fields[1:] != (line.fields[0],) for r in readers):
+        return None
+    inits = tuple(reader.number for reader in readers)
+    return Rule("the number of arrivals of an mbarrier that no instruction uses", deleted=inits)
+
+
 def _boolean(function: _Function, line: _Line, mutant: Mutant) -> Rule | None:
     """mov r, 1 -> mov r, 2, where r is compared with 0 alone."""
     readers = function.readers(line.fields[0])
@@ -168,6 +184,8 @@ def _columns(function: _Function, line: _Line, mutant: Mutant, multiple: int) ->
         number += 1
     if number % multiple == 0:
         return None
+    # The least power of two that does not divide the number: x may be a multiple of less than `multiple`.
+    multiple = 2 * (number & -number)
     tests = "|".join(
         f"and.b32 rest, {register}, {multiple - 1};|setp.ne.u32 wrong, rest, 0;|@wrong trap;"
         for register in (add.fields[1], compare.fields[2])
@@ -209,15 +227,18 @@ def find_rule(text: str, mutant: Mutant, multiple: int) -> Rule | None:
     """
     function = _Function(text, mutant.line)
     line = function.lines[mutant.line]
-    for rule in (_hint, _dead, _boolean, _prefetch, _sign):
+    for rule in (_hint, _dead, _unused_barrier, _boolean, _prefetch, _sign):
         if found := rule(function, line, mutant):
             return found
     return _columns(function, line, mutant, multiple)
 
 
 def with_premises(text: str, rules: list[Rule]) -> str:
-    """The text with the premises of the rules, which trap where one is wrong."""
+    """The text that fails where a premise of the rules is wrong."""
     lines = text.split("\n")
+    for rule in rules:
+        for number in rule.deleted:
+            lines[number - 1] = ""
     for rule in sorted(rules, key=lambda rule: rule.line, reverse=True):
         lines[rule.line : rule.line] = rule.premise
     return "\n".join(lines)

@@ -170,6 +170,17 @@ def mutants(
     ]
 
 
+def together(text: str, singles: Sequence[Mutant]) -> Mutant:
+    """The faults of several mutants of the text in one."""
+    changed = text.split("\n")
+    for index, line in enumerate(text.split("\n")):
+        changed[index] = next(
+            (other for single in singles if (other := single.text.split("\n")[index]) != line), line
+        )
+    what = " and ".join(f"line {single.line}: {single.what}" for single in singles)
+    return Mutant(singles[0].line, what, "\n".join(changed))
+
+
 @dataclass
 class Table:
     """The result of score()."""
@@ -177,6 +188,7 @@ class Table:
     killed: Counter[str] = field(default_factory=Counter)  # by verdict
     survivors: list[Mutant] = field(default_factory=list)
     equivalent: list[tuple[Mutant, str]] = field(default_factory=list)  # with the reason; they do not count
+    joined: list[tuple[Mutant, str]] = field(default_factory=list)  # survivors that count as one, by verdict
 
     @property
     def total(self) -> int:
@@ -191,6 +203,7 @@ class Table:
             f"{len(self.equivalent)} more are equivalent"
         ]
         lines += [f"  survived: line {m.line}: {m.what}" for m in self.survivors]
+        lines += [f"  {verdict} as one fault: {m.what}" for m, verdict in self.joined]
         lines += [f"  equivalent: line {m.line}: {m.what}: {reason}" for m, reason in self.equivalent]
         return "\n".join(lines)
 
@@ -199,6 +212,16 @@ class Table:
         reasons = [(mutant, reason_of(mutant)) for mutant in self.survivors]
         self.survivors = [mutant for mutant, reason in reasons if reason is None]
         self.equivalent += [(mutant, reason) for mutant, reason in reasons if reason is not None]
+
+    def join(self, text: str, singles: Sequence[Mutant], verdict_of: Callable[[str], str | None]) -> None:
+        """Counts survivors of the text as one fault, if together they are noticed."""
+        if len(singles) < 2:
+            return
+        joint = together(text, singles)
+        if verdict := verdict_of(joint.text):
+            self.survivors = [mutant for mutant in self.survivors if mutant not in singles]
+            self.killed[verdict] += 1
+            self.joined.append((joint, verdict))
 
 
 def score(
@@ -210,14 +233,16 @@ def score(
     """
     table = Table()
     for mutant in all_mutants:
-        for schedule in schedules:
-            verdict = run(mutant.text, schedule)
-            if verdict is not None:
-                table.killed[verdict] += 1
-                break
+        if verdict := first_verdict(mutant.text, run, schedules):
+            table.killed[verdict] += 1
         else:
             table.survivors.append(mutant)
     return table
+
+
+def first_verdict(text: str, run: Callable[[str, Any], str | None], schedules: Sequence[Any]) -> str | None:
+    """The verdict of the first schedule that kills the text, or None."""
+    return next((verdict for schedule in schedules if (verdict := run(text, schedule))), None)
 
 
 def in_emulator(

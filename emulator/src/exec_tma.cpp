@@ -309,7 +309,7 @@ Outcome Machine::exec_tma_store(Warp& warp, Group&, Instruction const& in, u32 m
     auto operation = make_operation(self, "TMA store");
     operation->reads(self, offset, offset + bytes);
     auto const finished = std::make_shared<bool>(false);
-    warp.bulk[l].open.push_back(finished);
+    warp.bulk[l].open.push_back({finished, self, offset, offset + bytes});
     if (races_ != nullptr) {
       races_->start(warp, *operation);
     }
@@ -334,7 +334,8 @@ Outcome Machine::exec_bulk_commit(Warp& warp, Group&, Instruction const&, u32 ma
   return Outcome::kNext;
 }
 
-/// Counts a wait as useful if there is a group that it waits for and no earlier wait of the lane did.
+/// Finds the groups that this wait is the first of the lane to wait for. The wait is counted as useful if
+/// there is one; with .read, if what the group reads is written afterwards.
 void Machine::note_bulk_wait(Warp& warp, Instruction const& in, u32 mask) {
   size_t const most = in.operands[0].value;
   bool const read = in.has("read");
@@ -346,7 +347,12 @@ void Machine::note_bulk_wait(Warp& warp, Instruction const& in, u32 mask) {
     size_t const end = bulk.committed.size() - most;
     size_t const begin = read ? std::max(bulk.waited_read, bulk.waited) : bulk.waited;
     for (size_t i = begin; i < end; ++i) {
-      useful = useful || !bulk.committed[i].empty();
+      useful = useful || (!read && !bulk.committed[i].empty());
+      for (BulkGroups::Store const& store : bulk.committed[i]) {
+        if (read && races_ != nullptr) {
+          races_->note_wait(*store.cta, store.low, store.high, in.line);
+        }
+      }
     }
     size_t& waited = read ? bulk.waited_read : bulk.waited;
     waited = std::max(waited, end);

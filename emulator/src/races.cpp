@@ -51,7 +51,7 @@ void RaceDetector::add_warp(Warp& warp) {
 }
 
 void RaceDetector::remove_cluster(Cluster const& cluster) {
-  std::set<int> useful;
+  std::set<int> useful = state(cluster).needed_waits;
   for (auto const& [cta, memory] : state(cluster).memory) {
     for (auto const& [line, fenced] : memory.fenced) {
       for (size_t i = 0; i < memory.matters.size(); ++i) {
@@ -192,6 +192,22 @@ void RaceDetector::note_fence(Warp const& warp, int line) {
   }
 }
 
+void RaceDetector::note_wait(Cta const& cta, u32 low, u32 high, int line) {
+  Memory& m = memory(state(*cta.cluster), cta);
+  m.waited.resize(m.words.size());
+  std::fill(m.waited.begin() + low / 4, m.waited.begin() + std::min<size_t>((high + 3) / 4, m.waited.size()),
+            line);
+}
+
+void RaceDetector::note_write(State& state, Memory& memory, u32 low, u32 high) {
+  for (size_t i = low / 4; i < std::min<size_t>((high + 3) / 4, memory.waited.size()); ++i) {
+    if (memory.waited[i] != 0) {
+      state.needed_waits.insert(memory.waited[i]);
+      memory.waited[i] = 0;
+    }
+  }
+}
+
 void RaceDetector::fence_inits(Warp const& warp) {
   Known& now = self(warp).now;
   now.inits[warp.race_id] = now.base[warp.race_id];
@@ -276,6 +292,9 @@ char const* RaceDetector::access(Warp const& warp, Cta const& cta, u32 offset, u
   Memory& m = memory(s, cta);
   auto const self = static_cast<u16>(warp.race_id);
   char const* race = nullptr;
+  if (trace_ && is_write) {
+    note_write(s, m, offset, offset + bytes);
+  }
   for (u32 unit = offset / kUnit; unit * kUnit < offset + bytes; ++unit) {
     if (m.async_writes[unit] > clock[kEngine]) {
       race = "write of an asynchronous operation whose completion the warp has not acquired";
@@ -310,6 +329,9 @@ char const* RaceDetector::async_access(Warp const& warp, Cta const& cta, u32 low
   Known const& now = s.warps[warp.race_id].now;
   Memory& m = memory(s, cta);
   high = std::min(high, cta.shared_end);
+  if (trace_ && is_write) {
+    note_write(s, m, low, high);
+  }
   if (trace_ && high > low) {
     m.matters.resize(m.words.size());
     for (u32 i = low / 4; i < (high + 3) / 4; ++i) {

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <map>
+#include <set>
 #include <string>
 #include <unordered_map>
 #include <utility>
@@ -39,7 +40,7 @@ enum class Order { kFull, kRelaxed };
 /// ordered, and a word remembers only a few of its readers and writers.
 class RaceDetector {
  public:
-  /// trace: useful_fences() is wanted, which takes time.
+  /// trace: useful() is wanted, which takes time.
   explicit RaceDetector(bool trace = false) : trace_(trace) {}
 
   void add_warp(Warp& warp);
@@ -72,9 +73,13 @@ class RaceDetector {
   void start(Warp const& warp, AsyncOperation const& operation, bool is_commit = false);
   void finish(AsyncOperation const& operation, Cta const& cta, u32 offset);
 
-  /// How many clusters have fences.proxy.async that are the first to order an access of threads to a word
-  /// before an operation of the async proxy on that word, by the line of the fence; of clusters that ended.
-  std::map<int, u64> const& useful_fences() const { return useful_; }
+  /// The wait_group.read at a line is the first to complete a store's reads of these bytes.
+  void note_wait(Cta const& cta, u32 low, u32 high, int line);
+
+  /// In how many clusters that ended a fence or wait is useful, by its line: a fence.proxy.async that is the
+  /// first to order an access of threads to a word before an operation of the async proxy on that word, and a
+  /// wait_group.read of note_wait whose bytes are written afterwards.
+  std::map<int, u64> const& useful() const { return useful_; }
 
   /// Records an access of a thread. Returns what it races with, or null. Two `atomic` accesses do not race.
   char const* access(Warp const& warp, Cta const& cta, u32 offset, u32 bytes, bool is_write, bool atomic);
@@ -142,6 +147,8 @@ class RaceDetector {
     // proxy, and those which the fence.proxy.async of a line was the first to order.
     std::vector<u8> matters;
     std::map<int, std::vector<u8>> fenced;
+    // With trace_, by word: the line of note_wait, until a write; 0: none.
+    std::vector<int> waited;
   };
   struct MapState {
     Entry changed;
@@ -153,7 +160,8 @@ class RaceDetector {
     std::map<std::pair<Cta const*, u32>, Point> barriers, mbarriers;
     std::unordered_map<Cta const*, Memory> memory;
     std::map<u64, MapState> maps;
-    u32 engine = 0;  // asynchronous operations that have completed
+    u32 engine = 0;              // asynchronous operations that have completed
+    std::set<int> needed_waits;  // the lines of waits whose bytes were written
   };
   struct Issued {  // what the issue of an operation released, and the clock of its completion
     Known known;
@@ -170,6 +178,7 @@ class RaceDetector {
   u32 clock_of(Warp const& warp);
   void advance(Warp const& warp);
   void note_fence(Warp const& warp, int line);
+  static void note_write(State& state, Memory& memory, u32 low, u32 high);
   void release(Warp const& warp, Known& released, Order order);
   void acquire(Warp const& warp, Known const& acquired, Order order);
   template <int N>

@@ -32,7 +32,7 @@ Machine::~Machine() {
   session_.statistics.unread_stores_at_exit += unread_stores_;
   session_.statistics.cover(kernel_, executed_);
   if (races_ != nullptr) {
-    for (auto const& [line, count] : races_->useful_fences()) {
+    for (auto const& [line, count] : races_->useful()) {
       session_.statistics.add_useful(kernel_, line, count);
     }
   }
@@ -152,8 +152,8 @@ bool Machine::is_over(Warp& warp, Group const& group) {
       for (auto const& [lane, bulk] : warp.bulk) {
         if (group.mask >> lane & 1) {
           for (size_t i = 0; i + group.wait_address < bulk.committed.size(); ++i) {
-            for (BulkGroups::Flag const& flag : bulk.committed[i]) {
-              if (!*flag) {
+            for (BulkGroups::Store const& store : bulk.committed[i]) {
+              if (!*store.finished) {
                 return false;
               }
             }
@@ -164,7 +164,8 @@ bool Machine::is_over(Warp& warp, Group const& group) {
     case Wait::kCopies:
       for (auto const& [lane, copies] : warp.copies) {
         if ((group.mask >> lane & 1) != 0 &&
-            !std::all_of(copies.begin(), copies.end(), [](BulkGroups::Flag const& flag) { return *flag; })) {
+            !std::all_of(copies.begin(), copies.end(),
+                         [](std::shared_ptr<bool> const& flag) { return *flag; })) {
           return false;
         }
       }

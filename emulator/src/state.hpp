@@ -113,12 +113,16 @@ struct Group {
   u64 wait_generation = 0;  // the wait ends when the barrier has another generation
 };
 
-/// The bulk async-groups of one lane. Each TMA store is a flag, which is true once the store has executed.
+/// The bulk async-groups of one lane.
 struct BulkGroups {
-  using Flag = std::shared_ptr<bool>;
-  std::vector<std::vector<Flag>> committed;  // oldest first
-  std::vector<Flag> open;                    // stores since the last commit_group
-  size_t waited_read = 0, waited = 0;        // groups that a wait has completed, with and without .read
+  struct Store {  // by TMA, of bytes [low, high) of a CTA's shared memory
+    std::shared_ptr<bool> finished;
+    Cta* cta;
+    u32 low, high;
+  };
+  std::vector<std::vector<Store>> committed;  // oldest first
+  std::vector<Store> open;                    // since the last commit_group
+  size_t waited_read = 0, waited = 0;         // groups that a wait has completed, with and without .read
 };
 
 /// A tcgen05.ld that has been issued and is not complete yet.
@@ -136,9 +140,9 @@ struct Warp {
   std::vector<Group> groups;
   // A row of 32 lanes for each register.
   std::unique_ptr<u64[], void (*)(void*)> registers{nullptr, std::free};
-  std::vector<u8> local;                                // local memory, lane by lane
-  std::map<int, BulkGroups> bulk;                       // by lane
-  std::map<int, std::vector<BulkGroups::Flag>> copies;  // by lane: those of cp.async, true once executed
+  std::vector<u8> local;                                     // local memory, lane by lane
+  std::map<int, BulkGroups> bulk;                            // by lane
+  std::map<int, std::vector<std::shared_ptr<bool>>> copies;  // by lane: those of cp.async, true once executed
   std::vector<PendingLoad> pending_loads;
   std::vector<Access> pending_stores;  // tcgen05.st that no tcgen05.wait::st has completed yet
   std::vector<u8> is_pending;          // by register: 1 while a pending load will define it

@@ -41,6 +41,12 @@ COLUMN = (
     "shl.b32 %r3, %r2, 3;\nadd.s32 %r4, %r3, NUMBER;\nsetp.ge.s32 %p1, %r4, %r1;\nselp.b32 %r9, 1, 0, %p1;"
 )
 
+# Columns at multiples of 2, as the fragments of mma.sync have them.
+PAIRS = COLUMN.replace("%r2, 3;", "%r2, 1;")
+BARRIER = (
+    "mov.b32 %r9, 0;\nmov.u32 %r4, memory;\nmov.b32 %r3, 5;\nmbarrier.init.shared::cta.b64 [%r4], %r3;\n"
+)
+
 
 @pytest.mark.parametrize(
     ("body", "what", "reason"),
@@ -66,6 +72,8 @@ COLUMN = (
         (COLUMN.replace("NUMBER", "7"), "add.s32 with 8 for 7", None),
         (COLUMN.replace("NUMBER", "8"), "setp.ge.s32 -> setp.gt.s32", None),
         (COLUMN.replace("NUMBER", "3"), "add.s32 -> sub.s32", None),
+        (BARRIER, "mov.b32 with 6 for 5", "the number of arrivals of an mbarrier"),
+        (BARRIER + "add.u32 %r9, %r3, %r2;", "mov.b32 with 6 for 5", None),
     ],
 )
 def test_rules(body: str, what: str, reason: str | None) -> None:
@@ -97,6 +105,10 @@ def test_time_limits_and_prefetches() -> None:
         (DIVISION, "add.s32 -> sub.s32", 2**32 - 24, False),
         (COLUMN.replace("NUMBER", "3"), "setp.ge.s32 -> setp.gt.s32", 16, True),
         (COLUMN.replace("NUMBER", "3"), "setp.ge.s32 -> setp.gt.s32", 19, False),
+        (PAIRS.replace("NUMBER", "3"), "setp.ge.s32 -> setp.gt.s32", 16, True),
+        (PAIRS.replace("NUMBER", "4"), "setp.ge.s32 -> setp.gt.s32", 16, False),
+        (BARRIER, "mov.b32 with 6 for 5", 0, True),
+        (BARRIER + "mbarrier.arrive.shared::cta.b64 _, [%r4];", "mov.b32 with 6 for 5", 0, False),
     ],
 )
 def test_premises_are_executed(bench, body: str, what: str, n: int, holds: bool) -> None:

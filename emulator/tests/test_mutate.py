@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from ptxemu.mutate import in_emulator, mutants, score
+from ptxemu.mutate import Table, in_emulator, mutants, score
 
 _KERNEL = """\
 .version 9.0
@@ -73,3 +73,22 @@ def test_score(bench):
     table = score(mutants(_KERNEL, "sync"), run, [{"mode": "lazy"}, {"mode": "pct", "seed": 2}])
     assert table.killed == {"fatal": 1, "deadlock": 1}  # in one warp neither bar.sync nor the wait matters
     assert len(table.survivors) == 2
+
+
+def test_survivors_that_are_noticed_together_are_one_fault():
+    first, second, third = mutants(_KERNEL, "sync")[:3]
+    seen = []
+
+    def verdict(text: str) -> str:
+        seen.append(text)
+        return "hazard"
+
+    table = Table(survivors=[first, second, third])
+    table.join(_KERNEL, [first], verdict)
+    table.join(_KERNEL, [first, third], lambda text: None)
+    assert (len(table.survivors), seen) == (3, [])
+    table.join(_KERNEL, [first, third], verdict)
+    assert (table.survivors, table.killed, table.total) == ([second], {"hazard": 1}, 2)
+    pairs = zip(_KERNEL.split("\n"), seen[0].split("\n"), strict=True)
+    assert [i + 1 for i, (a, b) in enumerate(pairs) if a != b] == [first.line, third.line]
+    assert "hazard as one fault: line" in table.summary()

@@ -249,19 +249,25 @@ def test_dependents_that_hold_tensor_memory(bench, launch_first, wait_first, is_
 
 
 def test_useful_fences_and_waits(bench):
-    """With trace_fences, a fence counts that is the first to order an access to what TMA reads."""
+    """With trace_fences, a fence counts that is the first to order an access to what TMA reads.
+
+    A wait_group.read counts that is the first for a group, if what TMA reads is written behind it.
+    """
     fence, wait = f"\n{_PROXY} // {{}}\n", "\n@%p6 cp.async.bulk.wait_group.read 0; // {}\n"
     elsewhere = "@%p0 st.shared.u32 [%r11+32], %r1;" + fence.format("of what TMA does not access")
     store = _TMA_STORE.replace("@%p6 cp.async.bulk.wait_group 0;", "")
     first = _FILL + fence.format("useful") + fence.format("again") + _arrive()
     waits = wait.format("useful") + wait.format("again")
+    fill = "@%p6 st.shared.u32 [%r10], %r1;" + fence.format("useful")
+    last = fill + store + wait.format("without a write behind it")
     bench.emulator.configure("eager", trace_fences=1)
-    body = f"{_HEAD}{elsewhere} @!%p0 bra NOT0; {first} NOT0: @!%p4 bra NOT4; {_wait()} {store} {waits} NOT4:"
+    second = f"{_wait()} {store} {waits} {last}"
+    body = f"{_HEAD}{elsewhere} @!%p0 bra NOT0; {first} NOT0: @!%p4 bra NOT4; {second} NOT4:"
     bench.kernel(body, "x", declarations=_SHARED, tensor_map=True)
     x = bench.emulator.upload(np.ones((16, 64), np.uint16))
     bench.launch(x, tensor_map=bench.tensor_map(x, 16, 64, (16, 64), "128B"), block=(160, 1, 1))
     assert not bench.emulator.hazards()
     (text,) = (path.read_text().split("\n") for path in bench._folder.glob("*.ptx"))
     found = [text[int(line) - 1] for line in bench.emulator.statistics()["useful"]["k"]]
-    assert [line.split("// ")[1] for line in found] == ["useful", "useful"]
-    assert [line.split(".")[0] for line in found] == ["fence", "@%p6 cp"]
+    assert [line.split("// ")[1] for line in found] == ["useful"] * 3
+    assert [line.split(".")[0] for line in found] == ["fence", "@%p6 cp", "fence"]

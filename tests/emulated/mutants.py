@@ -23,17 +23,19 @@ import capi  # noqa: E402
 import torch  # noqa: E402
 from fp4gemm import reference  # noqa: E402
 from problems import (  # noqa: E402
+    FORMATS,
     FULL,
     PLAIN,
     TOKEN_TYPES,
     Problem,
     computed,
     dense,
+    ends_of_tiles,
     grouped_ragged_m,
     with_prepacked,
 )
 from ptxemu.equivalent import find_rule, with_premises  # noqa: E402
-from ptxemu.mutate import Mutant, Table, in_emulator, mutants, score  # noqa: E402
+from ptxemu.mutate import Mutant, Table, first_verdict, in_emulator, mutants, score  # noqa: E402
 from session import (  # noqa: E402
     KERNELS,
     SCHEDULES,
@@ -96,6 +98,14 @@ def problems_of(info: capi.KernelInfo) -> list[Problem]:
     ]
 
 
+def ends_of(info: capi.KernelInfo) -> list[Problem]:
+    """Problems that end at other places of a tile; a kernel of another kind has none."""
+    if info.mode != b"dense" or info.epilogue != b"rowcol" or info.operand.decode() not in FORMATS:
+        return []
+    dtype = {number: dtype for dtype, number in capi.DTYPES.items()}[info.out_dtype]
+    return ends_of_tiles(dtype, info.operand.decode())
+
+
 def problem_of(info: capi.KernelInfo) -> Problem:
     """A problem with several tiles for each SM, every term of the epilogue, and ragged sizes."""
     dtype = {number: dtype for dtype, number in capi.DTYPES.items()}[info.out_dtype]
@@ -145,8 +155,9 @@ def ptx_score(session: Session, kernel: str, kind: str, limit: int | None, folde
 
     limit: the size of a random sample; None takes every mutant.
     """
-    problems = problems_of(session.kernels[kernel])
-    text, lines = text_of(session, kernel, *problems)
+    info = session.kernels[kernel]
+    problems, ends = problems_of(info), [sharpened(problem) for problem in ends_of(info)]
+    text, lines = text_of(session, kernel, *problems, *ends)
 
     def run(mutant: str, trial: Trial) -> str | None:
         problem, options = trial
@@ -160,12 +171,16 @@ def ptx_score(session: Session, kernel: str, kind: str, limit: int | None, folde
     # Kernels with n = 256 use registers of a load without a wait, as some of CUTLASS's do; others must wait.
     strict = {**session.device, **OPTIONS, "loads_need_wait": 1}
     waits = all(run(text, (problem, {**strict, **SCHEDULES[0]})) is None for problem in problems)
-    trials = trials_of(problems, {**strict, "loads_need_wait": int(waits)})
+    options = {**strict, "loads_need_wait": int(waits)}
+    trials = [*trials_of(problems, options), *((end, {**options, **SCHEDULES[1]}) for end in ends)]
     try:
         table = score(mutants(text, kind, lines, limit), run, trials)
         if kind == "fence":
             useful = useful_lines(session, text, run, trials)
             table.exclude(lambda mutant: without_object(mutant, useful))
+            # A fence.proxy.async covers what is ordered before it, so that another warp's makes up for it.
+            proxies = [mutant for mutant in table.survivors if "fence.proxy.async" in mutant.what]
+            table.join(text, proxies, lambda joint: first_verdict(joint, run, trials))
         if kind == "alu":
             exclude_by_rules(
                 table, text, lambda checked: all(run(checked, trial) is None for trial in trials)
@@ -195,19 +210,19 @@ def without_object(mutant: Mutant, useful: set[int]) -> str | None:
     if "fence.proxy.async" in mutant.what:
         return "no operation of the async proxy accesses what the fence orders"
     if "bulk.wait_group" in mutant.what:
-        return "an earlier wait completed all groups, or there were none"
+        return "an earlier wait completed all groups, or what they read is not written behind the wait"
     return None
 
 
 def exclude_by_rules(table: Table, text: str, passes: Callable[[str], bool]) -> None:
     """Calls survivors equivalent for which a rule holds. passes(text): whether all trials of it are right."""
     rules = {m: rule for m in table.survivors if (rule := find_rule(text, m, COLUMNS_MULTIPLE))}
-    premises = [rule for rule in rules.values() if rule.premise]
+    premises = [rule for rule in rules.values() if rule.has_premise]
     every = passes(with_premises(text, premises)) if premises else True
     held = {
         mutant: rule.reason
         for mutant, rule in rules.items()
-        if every or not rule.premise or passes(with_premises(text, [rule]))
+        if every or not rule.has_premise or passes(with_premises(text, [rule]))
     }
     table.exclude(held.get)
 
@@ -254,11 +269,12 @@ def argument_faults(args: capi.GemmArgs) -> Iterator[tuple[str, Callable[[], Non
     yield "k 32 less", put("k", args.k - 32)
     yield "m one less", put("m", args.m - 1)
     yield "n 8 less", put("n", args.n - 8)
-    yield "beta halved", put("beta", args.beta / 2)
     yield "no bias", put("bias", capi.Vector())
-    yield "no c", put("c", None)
     yield "another activation", put("activation", 3)
-    yield "c 16 bytes on", put("c", args.c + 16)
+    if args.c is not None:
+        yield "beta halved", put("beta", args.beta / 2)
+        yield "no c", put("c", None)
+        yield "c 16 bytes on", put("c", args.c + 16)
     yield "d 16 bytes on", put("d", args.d + 16)
     yield "rows of d 8 elements closer", put("d_row_stride", args.d_row_stride - 8)
     yield "row vector one on", lambda: setattr(args.alpha_row, "data", args.alpha_row.data + 4)

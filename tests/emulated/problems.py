@@ -129,6 +129,16 @@ def dense(
     return problem
 
 
+def ends_of_tiles(dtype: torch.dtype, operand: str) -> list[Problem]:
+    """Dense problems of one tile whose last row or column is in each fragment of a tile of 128x128.
+
+    A warp of SM120 computes rows r, r + 8, r + 64 and r + 72, and fragments of 8 columns, each with code and
+    comparisons of its own. No number of rows is even.
+    """
+    sizes = [*((rows, 128) for rows in (5, 13, 69, 77)), *((125, columns) for columns in range(8, 129, 8))]
+    return [dense(m, n, 32, dtype, FULL, operand=operand) for m, n in sizes]
+
+
 def columns_of_d(n: int, activation: str | None) -> int:
     return by_name[activation].width(n)
 

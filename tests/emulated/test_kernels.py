@@ -5,7 +5,17 @@ from __future__ import annotations
 import fp4gemm
 import pytest
 import torch
-from problems import EXPANDED, FORMATS, FULL, PLAIN, Problem, dense, grouped_ragged_k, grouped_ragged_m
+from problems import (
+    EXPANDED,
+    FORMATS,
+    FULL,
+    PLAIN,
+    Problem,
+    dense,
+    ends_of_tiles,
+    grouped_ragged_k,
+    grouped_ragged_m,
+)
 from session import ARCHS, KERNELS, SCHEDULES, Finding, Session, Sessions, describe, same_bits
 
 
@@ -34,6 +44,13 @@ DENSE = {
 @pytest.mark.parametrize("kernel", of_mode("dense"))
 def test_dense(sessions: Sessions, kernel: fp4gemm.KernelInfo, case: str) -> None:
     check(sessions.of(kernel), DENSE[case](kernel), kernel.name)
+
+
+@pytest.mark.parametrize("kernel", of_mode("dense"))
+def test_every_end_of_a_tile(sessions: Sessions, kernel: fp4gemm.KernelInfo) -> None:
+    for problem in ends_of_tiles(kernel.out_dtype, kernel.operand):
+        got = sessions.of(kernel).run(problem, kernel.name, **SCHEDULES[1])
+        assert same_bits(got, problem.want), f"{problem.name}: {describe(got, problem.want)}"
 
 
 GROUPED = {

@@ -38,7 +38,7 @@ def test_faults_in_the_ptx_are_noticed(
     assert sum(table.killed.values()) >= {"sync": 6, "alu": 0.8 * table.total}[kind], table.summary()
 
 
-@pytest.mark.parametrize("kernel", built(DENSE[0]))
+@pytest.mark.parametrize("kernel", built(*DENSE))
 def test_missing_fences_are_noticed(sessions: Sessions, tmp_path: Path, kernel: fp4gemm.KernelInfo) -> None:
     """Each fence of the kernel, and each wait for a warp's own asynchronous operations."""
     table = mutants.ptx_score(sessions.of(kernel), kernel.name, "fence", None, tmp_path)
