@@ -132,6 +132,7 @@ wheel: $(STAMPS)/toolchain-test ## Build a wheel into dist/
 	@$(call pip_build,wheel --wheel-dir dist,test,$(ARCHS))
 
 # The wheel is that of `make wheel`, checked and renamed. RELEASE_PYTHONS names some Pythons in place of all.
+# The wheel's libraries are checked, and its host code is executed where qemu-aarch64 is installed.
 # pip takes the wheels for any glibc that a release of torch or CUDA names. The platform that Python reports names the wheel.
 AARCH64 := build/aarch64
 .PHONY: wheel-aarch64
@@ -141,6 +142,7 @@ wheel-aarch64: $(STAMPS)/toolchain-test $(STAMPS)/release $(AARCH64)/wheels ## B
 	@rm -rf $(AARCH64)/dist && mkdir -p $(AARCH64)/dist
 	@export FP4GEMM_AARCH64_WHEELS=$(abspath $(AARCH64))/wheels _PYTHON_HOST_PLATFORM=linux-aarch64; \
 	  $(call pip_build,wheel --wheel-dir $(AARCH64)/dist --config-settings=cmake.define.CMAKE_TOOLCHAIN_FILE=$(abspath cpp/cmake/aarch64.cmake),aarch64,$(ARCHS))
+	@$(BIN)/python .ci/release.py aarch64 $(AARCH64)/dist/*.whl --archs "$(ARCHS)"
 	@$(BIN)/python .ci/release.py manylinux $(AARCH64)/dist/*.whl dist
 
 $(AARCH64)/wheels: $(REQ)/aarch64.txt $(STAMPS)/build

@@ -1,9 +1,10 @@
-"""The steps of `make release` and `make smoke`: versions, the manylinux wheel, and tests of what was built.
+"""The steps of `make release`, `make smoke` and `make wheel-aarch64`: versions, wheels, and tests of them.
 
     python .ci/release.py versions [--tag v0.1.0]
     python .ci/release.py manylinux WHEEL FOLDER
     python .ci/release.py smoke SDIST WHEEL [--python PROGRAM ...]
     python .ci/release.py root WHEEL [--python PROGRAM]
+    python .ci/release.py aarch64 WHEEL --archs "80 90a 100f 120f"
 
 Every step exits with status 1 and one sentence if something is wrong.
 """
@@ -34,6 +35,9 @@ NOT_IN_SDIST = (".", "bench/")
 SYSTEM = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/sys")
 NAMESPACES = ("--user", "--map-root-user", "--mount", "--pid", "--net", "--ipc", "--uts", "--fork")
 DEVICES = ("null", "zero", "random", "urandom")
+E_MACHINE = 183  # of the ELF header, for 64-bit Arm
+COMPILER, SYSROOT = "aarch64-linux-gnu-gcc", "/usr/aarch64-linux-gnu"  # of Debian and Ubuntu
+EMULATORS = ("qemu-aarch64", "qemu-aarch64-static")
 
 
 class Wrong(Exception):
@@ -128,6 +132,65 @@ def check_size(name: str, num_bytes: int) -> None:
     """Raises Wrong if PyPI would refuse the file."""
     if num_bytes > PYPI_BYTES:
         raise Wrong(f"{name} has {num_bytes} bytes, must have at most {PYPI_BYTES}, PyPI's limit for a file")
+
+
+# ---- the wheel for 64-bit Arm
+
+
+def families(archs: str, table: str) -> list[str]:
+    """The families of ARCHS: those of the table of archs.cmake for "all", none for "none"."""
+    known = re.findall(r'^ +"(\w+) +\|', table, re.MULTILINE)
+    found = known if archs == "all" else [] if archs == "none" else archs.replace(";", " ").split()
+    if unknown := [family for family in found if family not in known]:
+        raise Wrong(f"--archs: {', '.join(unknown)} is no family of {', '.join(known)}, all and none")
+    return found
+
+
+def check_machine(name: str, header: bytes) -> None:
+    """Raises Wrong unless these are the first bytes of an ELF file for 64-bit Arm."""
+    if header[:4] != b"\x7fELF" or int.from_bytes(header[18:20], "little") != E_MACHINE:
+        raise Wrong(f"{name} must be an ELF file for 64-bit Arm, begins with {header[:20].hex()}")
+
+
+def check_images(wanted: Sequence[str], listed: str) -> None:
+    """Raises Wrong if the output of `cuobjdump --list-elf` has no machine code for a family."""
+    images = set(re.findall(r"\.(sm_\w+)\.cubin", listed))
+    if missing := [family for family in wanted if f"sm_{family.removesuffix('f')}" not in images]:
+        raise Wrong(f"libfp4gemm.so lacks machine code for {', '.join(missing)}, has {sorted(images)}")
+
+
+def aarch64(wheel: Path, archs: str) -> None:
+    """Check what the wheel's libraries are for, and run host code where an emulator of Arm is installed."""
+    sys.path.insert(0, str(REPO / "emulator"))
+    from ptxemu.ptx_files import find_cuobjdump
+
+    wanted = families(archs, (REPO / "cpp" / "cmake" / "archs.cmake").read_text())
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(folder)
+        libraries = sorted(folder.glob("**/*.so*"))
+        for path in libraries:
+            check_machine(path.name, path.read_bytes()[:20])
+        core = folder / "fp4gemm" / "lib" / "libfp4gemm.so"
+        if core not in libraries:
+            raise Wrong(f"{wheel.name} has no fp4gemm/lib/libfp4gemm.so")
+        tool = find_cuobjdump()
+        if tool is None:
+            raise Wrong("cuobjdump must be installed (requirements/release.txt)")
+        if wanted:
+            check_images(wanted, run(tool, "--list-elf", core))
+        say(f"{len(libraries)} libraries for 64-bit Arm, machine code for {', '.join(wanted) or 'no GPU'}")
+
+        source, program = REPO / "cpp" / "tests" / "consumer" / "main.c", folder / "use_c"
+        include = folder / "fp4gemm" / "include"
+        run(COMPILER, "-std=c99", "-I", include, source, "-o", program, core, f"-Wl,-rpath,{core.parent}")
+        emulator = next(filter(None, map(shutil.which, EMULATORS)), None)
+        if emulator is None:
+            say(f"nothing of it was executed: {' or '.join(EMULATORS)} was not found")
+            return
+        printed = run(emulator, "-L", SYSROOT, program)
+        say(f"executed by {Path(emulator).name}: {printed.splitlines()[0]}")
 
 
 # ---- the smoke test
@@ -368,7 +431,7 @@ def consumer_programs(python: Path, work: Path) -> list[Path]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="The steps of `make release` and `make smoke`.")
+    parser = argparse.ArgumentParser(description="The steps of the targets for a release.")
     steps = parser.add_subparsers(dest="step", required=True)
     step = steps.add_parser("versions", help="version, changelog and tag belong together")
     step.add_argument("--tag", help="default: the tag of the commit, if it has one")
@@ -382,6 +445,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     step = steps.add_parser("root", help="install a wheel into an empty root, and run README.md there")
     step.add_argument("wheel", type=Path)
     step.add_argument("--python", default=sys.executable, help="default: that of this script")
+    step = steps.add_parser("aarch64", help="check a wheel for 64-bit Arm")
+    step.add_argument("wheel", type=Path)
+    step.add_argument("--archs", required=True, help="the families of its kernels, all or none")
     options = vars(parser.parse_args(arguments))
     name = options.pop("step")
     try:
@@ -389,6 +455,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             versions(options["tag"])
         elif name == "manylinux":
             manylinux(options["wheel"], options["folder"])
+        elif name == "aarch64":
+            aarch64(options["wheel"], options["archs"])
         elif name == "root":
             root(options["wheel"], options["python"])
         else:

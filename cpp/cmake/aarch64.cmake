@@ -22,5 +22,8 @@ foreach(_language C CXX)
   find_program(CMAKE_${_language}_COMPILER aarch64-linux-gnu-${_suffix} REQUIRED)
 endforeach()
 set(CMAKE_CUDA_HOST_COMPILER "${CMAKE_CXX_COMPILER}")
-# nvcc looks for the headers and libraries of another processor in a folder of its own toolkit, which may lack them.
-set(CMAKE_CUDA_FLAGS_INIT "-I${_wheels}/nvidia/cu13/include -L${_wheels}/nvidia/cu13/lib")
+# nvcc and CMake look for the headers and libraries of another processor in a folder of the toolkit, which may lack them.
+set(_cuda "${_wheels}/nvidia/cu13")
+set(_includes "-isystem ${_cuda}/include -isystem ${_cuda}/include/cccl")
+set(CMAKE_CXX_FLAGS_INIT "${_includes}")
+set(CMAKE_CUDA_FLAGS_INIT "${_includes} -L${_cuda}/lib")

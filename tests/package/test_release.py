@@ -217,6 +217,24 @@ def test_links_of_the_description_are_absolute(monkeypatch: pytest.MonkeyPatch) 
     assert made == (REPO / "README.md").read_text()
 
 
+def test_contents_of_a_wheel_for_aarch64(release: ModuleType) -> None:
+    arm, intel = (b"\x7fELF" + bytes(14) + machine.to_bytes(2, "little") for machine in (183, 62))
+    release.check_machine("libfp4gemm.so", arm)
+    for header in (intel, b"#!/bin/sh", b""):
+        with pytest.raises(release.Wrong, match=r"libfp4gemm\.so must be an ELF file for 64-bit Arm"):
+            release.check_machine("libfp4gemm.so", header)
+    listed = "ELF file    1: libfp4gemm.1.sm_90a.cubin\nELF file    2: libfp4gemm.2.sm_120.cubin\n"
+    release.check_images(["90a", "120f"], listed)
+    with pytest.raises(release.Wrong, match=r"lacks machine code for 80, 100f, has \['sm_120', 'sm_90a'\]"):
+        release.check_images(["80", "90a", "100f"], listed)
+    table = (REPO / "cpp" / "cmake" / "archs.cmake").read_text()
+    assert release.families("all", table) == ["80", "90a", "100f", "120f"]
+    assert release.families("90a;120f", table) == release.families("90a 120f", table) == ["90a", "120f"]
+    assert release.families("none", table) == []
+    with pytest.raises(release.Wrong, match="--archs: 121 is no family of 80, 90a, 100f, 120f, all and none"):
+        release.families("121", table)
+
+
 def test_wheels_for_aarch64_are_linked_to_the_pinned_torch_and_cuda() -> None:
     def pins(name: str) -> dict[str, str]:
         lines = (REPO / "requirements" / name).read_text().splitlines()
