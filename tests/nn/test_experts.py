@@ -220,7 +220,8 @@ BAD: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "scaling": (
         lambda: nn.Experts(G, D, INTER, activations="static"),  # type: ignore[arg-type]
         ValueError,
-        r"^activations: got 'static', must be 'per-token', 'per-tensor', 'fp8', 'a16' or 'mxfp8'",
+        r"^activations: got 'static', must be 'per-token', 'per-tensor', 'fp8', 'a16', 'mxfp8' or "
+        r"'mxfp8-mxfp4'",
     ),
     "layout": (
         lambda: nn.Experts.from_float(**_w(), layout="rows"),  # type: ignore[arg-type]

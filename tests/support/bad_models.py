@@ -43,7 +43,7 @@ for name in ("include", "exclude"):
 add(Q, "types", "none", lambda: None, TYPE, "got None (NoneType), must be an iterable of torch.nn.Linear")
 add(Q, "types", "module", lambda: [torch.nn.ReLU], TYPE, "got the class ReLU, must be torch.nn.Linear or")
 for name, wanted in (
-    ("activations", "'per-token', 'per-tensor', 'fp8', 'a16', 'mxfp8' or 'auto'"),
+    ("activations", "'per-token', 'per-tensor', 'fp8', 'a16', 'mxfp8', 'mxfp8-mxfp4' or 'auto'"),
     ("weight_scaling", "'row' or 'tensor'"),
     ("check_finite", "'off' or 'raise'"),
     ("on_unsupported", "'skip' or 'raise'"),
