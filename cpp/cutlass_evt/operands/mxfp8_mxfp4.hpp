@@ -8,7 +8,8 @@
 namespace cutlass_evt {
 
 /// The members are those of Nvfp4 (operands/nvfp4.hpp). The instruction is that of MXFP8. It reads codes that
-/// TMA has unpacked, one in a byte, and TMA unpacks whole multiples of 128 codes.
+/// TMA has spread in shared memory, 16 of them over 16 bytes, and TMA does so for whole multiples of 128
+/// codes.
 struct Mxfp8Mxfp4 {
   using ElementA = Mxfp8::ElementA;
   using ElementB = Mxfp4::ElementB;
