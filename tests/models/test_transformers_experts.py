@@ -167,7 +167,7 @@ REFUSED: dict[str, tuple[Callable[[], torch.nn.Module], str]] = {
         lambda: _changed(scale=torch.nn.Parameter(torch.ones(G))),
         r"^its parameters are down_proj, gate_up_proj, scale, must be down_proj, gate_up_proj",
     ),
-    "transposed": (lambda: _changed(is_transposed=True), r"^w2: its \(g, d, intermediate\) is"),
+    "transposed": (lambda: _changed(is_transposed=True), r"^w2: shape is \(4, 96, 64\), must be \(g, d, int"),
     "sizes": (
         lambda: module("qwen3_moe", "Qwen3MoeExperts", moe_intermediate_size=40),
         r"^w13: n13, gate and up together, is 80, must be a positive multiple of 64",

@@ -224,7 +224,7 @@ AHEAD_OF_WAIT: dict[str, dict[str, int]] = {
 }
 # Kernels that are launched after the end of the kernel before them, and therefore do not wait.
 NOT_OVERLAPPED = re.compile(
-    r"columns_amax|tensor_amax|group_amax|mx_quantize|mx_dequantize|mx_decode|prepack|nothing"
+    r"columns_amax|tensor_amax|group_amax|mx_quantize|mx_dequantize|mx_decode|expand_codes|prepack|nothing"
     r"|packed_gemm|search_scales|row_amaxes"
 )
 

@@ -61,6 +61,11 @@ add(Q, "calibration", "bool", lambda: True, TYPE, "got True (bool), must be Stat
 for name in ("sequential", "inplace", "use_fast_accum", "batch_invariant"):
     for value in ("no", None, 0):
         add(Q, name, f"{value}", lambda value=value: value, TYPE, "must be True or False")
+add(Q, "residual_channels", "type", lambda: "32", TYPE, "got '32' (str), must be an int")
+add(Q, "residual_channels", "bool", lambda: True, TYPE, "got True (bool), must be an int")
+add(Q, "residual_channels", "step", lambda: 33, VALUE, "got 33, must be a multiple of 32")
+add(Q, "residual_channels", "negative", lambda: -32, VALUE, "got -32, must be at least 0")
+add(Q, "residual_channels", "no data", lambda: 32, VALUE, "calibration")
 add(Q, "recipe", "name", lambda: "nvidia", TYPE, "got 'nvidia' (str), must be an fp4gemm.recipe.Recipe")
 add(Q, "recipe", "bool", lambda: True, TYPE, "got True (bool), must be an fp4gemm.recipe.Recipe; for_infer")
 for name in ("report", "progress"):
