@@ -32,19 +32,23 @@ Row = dict[str, Any]
 class Results:
     """A results file: a line of facts, the header, and a line for each arm and seed.
 
+    A file of a ranking that is only read may have further headers, each followed by results of other seeds,
+    on another corpus: a ranking compares arms with the same seed alone.
+
     Args:
         path: a file, which may not exist yet.
         header: the facts of this run, or None to read alone.
 
     Raises:
-        ValueError: the file is missing with header None, a line is no result, or the header differs from that
-            of the file in a fact of SAME.
+        ValueError: the file is missing with header None, a line is no result, the header differs from that of
+            the file in a fact of SAME, or a further header from the first in one but the corpus.
     """
 
     def __init__(self, path: Path, header: Mapping[str, Any] | None = None) -> None:
         self.path = path
         self.rows: list[Row] = []
         self.header: Row = dict(header or {})
+        self.further: list[tuple[Row, list[int]]] = []  # other headers, and the seeds of their results
         if not path.exists():
             if header is None:
                 raise ValueError(f"{path}: is missing, must be a results file of train_moe.py")
@@ -52,13 +56,18 @@ class Results:
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
             try:
                 row = json.loads(line)
-                wanted = ("header",) if number == 1 else NEEDED
+                wanted = ("header",) if number == 1 or "header" in row else NEEDED
                 if row["bench"] != "training" or any(name not in row for name in wanted):
                     raise KeyError
             except (KeyError, TypeError, ValueError):
                 raise ValueError(f"{path}: line {number} is not a result of train_moe.py") from None
+            if number > 1 and "header" in row:
+                self._begin_part(number, row["header"], header is None)
+                continue
             if number > 1:
                 self.rows.append(row)
+                if self.further and row["seed"] not in self.further[-1][1]:
+                    self.further[-1][1].append(row["seed"])
                 continue
             found = row["header"]
             for name in SAME if header is not None else ():
@@ -70,6 +79,20 @@ class Results:
             self.header = found
         if not self.header:
             raise ValueError(f"{path}: is empty, must be a results file of train_moe.py")
+
+    def _begin_part(self, number: int, found: Row, is_read_alone: bool) -> None:
+        if not is_read_alone or not self.header.get("branch"):
+            raise ValueError(
+                f"{self.path}: line {number} is a second header, must be in a ranking (--branch) that is "
+                "only read (--report)"
+            )
+        for name in SAME:
+            if name != "corpus" and found.get(name) != self.header.get(name):
+                raise ValueError(
+                    f"{self.path}: line {number} has {name} {found.get(name)!r}, must be "
+                    f"{self.header.get(name)!r} as in the first line"
+                )
+        self.further.append((found, []))
 
     def has(self, arm: str, seed: int) -> bool:
         return any((row["arm"], row["seed"]) == (arm, seed) for row in self.rows)
@@ -234,6 +257,12 @@ def ranking(results: Results) -> str:
             (told if is_told(of_pair, intervals) else untold).append(f"{a} minus {b} {of_pair}")
     of_jitter = [f"{arm} minus {arm.removesuffix(JITTERED)} {null}" for arm, null in of_nulls.items()]
     where = f"{_where(header)} All arms begin with the state of bf16 at step {header['branch']}."
+    for other, seeds in results.further:
+        where += (
+            f" Of another run, on the corpus {other['corpus']} ({other['corpus_bytes'] / 1e6:.0f} MB) at "
+            f"revision {other['revision']}: {'seed' if len(seeds) == 1 else 'seeds'} "
+            f"{', '.join(map(str, seeds))}."
+        )
     found = [textwrap.fill(where, WIDTH, break_on_hyphens=False), "", *table_lines(headings, body), ""]
     for what, some in (
         ("The nulls", of_jitter),

@@ -339,6 +339,36 @@ def rows_of(arm: str, losses: list[float], first: float = 9.0) -> list[dict[str,
     ]
 
 
+def test_a_ranking_of_two_runs(tmp_path: Path) -> None:
+    """Seeds on another corpus, behind a header of their own, are compared among themselves."""
+    facts = dict.fromkeys((*report.SAME, "date", "revision"), "?")
+    header = facts | {"parameters": 0, "steps": 2, "tokens_per_step": 1, "corpus_bytes": 0, "branch": 1}
+    other = header | {"corpus": "another", "revision": "later"}
+
+    def write(path: Path, *parts: tuple[dict[str, object], list[dict[str, object]]]) -> Path:
+        lines = [line for found, rows in parts for line in ({"bench": "training", "header": found}, *rows)]
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return path
+
+    def rows(seed: int, scale: float) -> list[dict[str, object]]:
+        made = [*rows_of("bf16", [scale]), *rows_of("mxfp8", [scale * 1.01])]
+        return [{"bench": "training", **row, "seed": seed} for row in made]
+
+    both = write(tmp_path / "both.jsonl", (header, rows(0, 2.0)), (other, [*rows(1, 4.0), *rows(2, 8.0)]))
+    results = report.Results(both)
+    assert report.paired(results.rows, "mxfp8", "bf16").seeds == 3
+    text = " ".join(report.ranking(results).split())
+    assert "Of another run, on the corpus another (0 MB) at revision later: seeds 1, 2." in text
+    with pytest.raises(ValueError, match="line 4 is a second header, must be in a ranking"):
+        report.Results(both, header)
+    with pytest.raises(ValueError, match="line 4 is a second header, must be in a ranking"):
+        report.Results(
+            write(tmp_path / "a", (header | {"branch": None}, rows(0, 2.0)), (other, rows(1, 4.0)))
+        )
+    with pytest.raises(ValueError, match="line 4 has steps 3, must be 2 as in the first line"):
+        report.Results(write(tmp_path / "b", (header, rows(0, 2.0)), (other | {"steps": 3}, rows(1, 4.0))))
+
+
 def test_ranking(tmp_path: Path) -> None:
     header = {
         **dict.fromkeys(("size", "corpus", "date", "torch", "revision", "device", "tokenizer", "dtype"), "?"),
