@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 
 from bench.report import accuracy, engine, qad, training
-from bench.report.readme import marks, upstream_tables
+from bench.report.readme import epilogues_table, marks, upstream_tables
 from bench.report.results import load_all
 
 REPO = Path(__file__).resolve().parents[2]
 RESULTS = REPO / "bench" / "results"
 STEPS = RESULTS / "training" / "h200-steps.jsonl"
 LOSSES = RESULTS / "training" / "h200.jsonl"
+EPILOGUES = RESULTS / "epilogues" / "h200.jsonl"
 ENGINE = RESULTS / "engine" / "h200.jsonl"
 SERVING = sorted((RESULTS / "serving").glob("*.jsonl"))
 OURS = ("fp4gemm W4A4", "fp4gemm W4A16", "fp4gemm W4A8")
@@ -58,6 +59,15 @@ def test_tables_of_distillation(path: Path) -> None:
 
 def test_the_table_of_losses() -> None:
     assert block("docs/training_losses.md", training.BLOCK) == training.table(training.Results(LOSSES))
+
+
+def test_the_ranking_of_recipes() -> None:
+    found = block("docs/training_losses.md", training.RANKING_BLOCK)
+    assert found == training.ranking(training.Results(RESULTS / "training" / "h200-ranking.jsonl"))
+
+
+def test_the_table_of_epilogues() -> None:
+    assert block("docs/epilogue.md", "bench epilogues") == epilogues_table(load_all([EPILOGUES]))
 
 
 def test_what_the_losses_are_said_to_be() -> None:
