@@ -12,27 +12,18 @@ import fp4gemm
 import pytest
 import torch
 from fp4gemm import nn
-from fp4gemm.reference import mxfp4, mxfp8
+from fp4gemm.reference import mxfp4
 from fp4gemm.reference.formats import decode_e2m1, decode_e8m0
 from helpers import FLOATS, assert_bits, short
-from nn_helpers import float_linear, same_bits, same_state
+from nn_helpers import INNER, D, G, expert_stacks, float_linear, mxfp8_values, same_bits, same_state
 from torch import Tensor
 
-G, D, INNER = 4, 64, 96  # experts, hidden, intermediate
 KIND: Any = "mxfp8-mxfp4"
 
 
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
-
-
-def token_values(x: Tensor) -> Tensor:
-    """The values of x in MXFP8, in float64, by the reference alone."""
-    rows = x.detach().cpu().reshape(-1, x.shape[-1])
-    v, scales = mxfp8.quantize(rows, torch.float8_e4m3fn)
-    blocks = v.double().unflatten(-1, (-1, 32)) * decode_e8m0(scales).double().unsqueeze(-1)
-    return blocks.flatten(-2).view(x.shape)
 
 
 def weight_values(w: Tensor) -> Tensor:
@@ -61,7 +52,7 @@ def test_linear_has_the_bits_of_the_reference(dtype: torch.dtype, device: torch.
     assert torch.equal(layer.dequantize_weight().double().cpu(), weight_values(linear.weight))
     for lead in ((), (5,), (2, 3), (0,), (130,)):
         x = torch.randint(-8, 9, (*lead, 64)).to(device, dtype)
-        acc = (token_values(x) @ weight_values(linear.weight).t()).float()
+        acc = (mxfp8_values(x) @ weight_values(linear.weight).t()).float()
         want = (acc + linear.bias.detach().cpu().float()).to(dtype)
         for _ in range(2):  # the second call is the one without checks
             assert_bits(layer(x).cpu(), want, str(lead))
@@ -124,69 +115,11 @@ def test_a_recipe_makes_the_layer() -> None:
     assert fp4gemm.recipe.Recipe(**recipe.options()) == recipe
 
 
-def test_gradients_for_adapters(device: torch.device) -> None:
-    layer = made(float_linear().bfloat16().to(device))
-    x = torch.randn(5, 64, device=device).bfloat16().requires_grad_()
-    y = layer(x)
-    assert_bits(y.detach(), layer(x.detach()))
-    dy = torch.randn_like(y)
-    (dx,) = torch.autograd.grad(y, x, dy)
-    assert_bits(dx, dy @ layer.dequantize_weight(torch.bfloat16))
-
-
-def test_compiled(device: torch.device) -> None:
-    torch._dynamo.reset()
-    layer = made(float_linear().bfloat16().to(device))
-    run = torch.compile(layer, backend="aot_eager", fullgraph=True)
-    x = torch.randn(5, 64, device=device).bfloat16()
-    assert_bits(run(x), layer(x))
-
-
 # ---- experts
 
 
-def stacks(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, ...]:
-    gen = torch.Generator().manual_seed(1)
-    shapes = ((G, 2 * INNER, D), (G, D, INNER), (G, 2 * INNER), (G, D))
-    return tuple((torch.randn(*s, generator=gen) * 0.2).to(device, dtype) for s in shapes)
-
-
-@pytest.mark.parametrize("activation", ["swiglu", "swiglu_oai"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=short)
-def test_experts_have_the_bits_of_their_products(
-    activation: Any, dtype: torch.dtype, device: torch.device
-) -> None:
-    w13, w2, b13, b2 = stacks(device, dtype)
-    block = nn.Experts.from_float(w13, w2, b13, b2, activation=activation, activations=KIND)
-    x = torch.randn(9, D, device=device).to(dtype)
-    ids = torch.stack([torch.randperm(G)[:2] for _ in range(9)]).to(device)
-    ids[3, 1] = -1
-    weights = torch.rand(9, 2, device=device)
-    mixed13, mixed_bias = (t.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2) for t in (w13, b13))
-    q13, q2 = fp4gemm.quantize_mxfp4(mixed13), fp4gemm.quantize_mxfp4(w2)
-    for held, want in ((block.w13.weight, q13), (block.w2.weight, q2)):
-        assert isinstance(held, fp4gemm.MXFP4Tensor)
-        assert_bits(held.codes, want.codes)
-        assert_bits(held.scales, want.scales)
-    got = block(x, ids, weights)
-    assert_bits(block(x, ids, weights), got, "again")
-    assert block(x[:0], ids[:0], weights[:0]).shape == (0, D)
-    offs, token_of_row, row_of_pair = torch.ops.fp4gemm.route(ids, G)
-    rows = x[token_of_row.clamp(min=0).long()]
-    h_dtype = torch.bfloat16 if dtype is torch.float32 else dtype
-    h = fp4gemm.grouped_mm(
-        fp4gemm.quantize_mxfp8(rows, offs=offs),
-        q13,
-        bias=mixed_bias,
-        activation=activation,
-        out_dtype=h_dtype,
-    )
-    y = fp4gemm.grouped_mm(fp4gemm.quantize_mxfp8(h, offs=offs), q2, bias=b2, out_dtype=dtype)
-    assert_bits(got, torch.ops.fp4gemm.combine(y, row_of_pair, weights, dtype), "by groups")
-
-
 def test_state_of_experts_and_updates() -> None:
-    w13, w2, b13, b2 = stacks(torch.device("cpu"))
+    w13, w2, b13, b2 = expert_stacks(torch.device("cpu"))
     block = nn.Experts.from_float(w13, w2, b13, b2, activations=KIND)
     x, ids, weights = torch.randn(5, D).bfloat16(), torch.arange(5).view(5, 1) % G, torch.rand(5, 1)
     fresh = nn.Experts(G, D, INNER, bias=True, activations=KIND)

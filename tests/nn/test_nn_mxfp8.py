@@ -12,13 +12,9 @@ import fp4gemm
 import pytest
 import torch
 from fp4gemm import nn
-from fp4gemm.reference import mxfp8 as formulas
-from fp4gemm.reference.formats import decode_e8m0
 from helpers import FLOATS, assert_bits, short
-from nn_helpers import float_linear, same_bits, same_state
+from nn_helpers import INNER, D, G, expert_stacks, float_linear, mxfp8_values, same_bits, same_state
 from torch import Tensor
-
-G, D, INNER = 4, 64, 96  # experts, hidden, intermediate
 
 
 @pytest.fixture(autouse=True)
@@ -26,16 +22,12 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
-def values(x: Tensor) -> Tensor:
-    """The values of x in MXFP8, in float64, by the reference alone."""
-    rows = x.detach().cpu().reshape(-1, x.shape[-1])
-    v, scales = formulas.quantize(rows, torch.float8_e4m3fn)
-    blocks = v.double().unflatten(-1, (-1, 32)) * decode_e8m0(scales).double().unsqueeze(-1)
-    return blocks.flatten(-2).view(x.shape)
+# The kinds of layers whose tokens become MXFP8, and the casts of their weights.
+KINDS: dict[Any, Any] = {"mxfp8": fp4gemm.quantize_mxfp8, "mxfp8-mxfp4": fp4gemm.quantize_mxfp4}
 
 
-def made(linear: torch.nn.Linear, **options: Any) -> nn.Linear:
-    return nn.Linear.from_float(linear, activations="mxfp8", **options)
+def made(linear: torch.nn.Linear, activations: Any = "mxfp8", **options: Any) -> nn.Linear:
+    return nn.Linear.from_float(linear, activations=activations, **options)
 
 
 # ---- linear layers
@@ -52,7 +44,7 @@ def test_linear_has_the_bits_of_the_reference(dtype: torch.dtype, device: torch.
     assert layer.weight.dtype is dtype
     for lead in ((), (5,), (2, 3), (0,), (130,)):
         x = torch.randint(-8, 9, (*lead, 64)).to(device, dtype)
-        acc = (values(x) @ values(linear.weight).t()).float()
+        acc = (mxfp8_values(x) @ mxfp8_values(linear.weight).t()).float()
         want = (acc + linear.bias.detach().cpu().float()).to(dtype)
         for _ in range(2):  # the second call is the one without checks
             assert_bits(layer(x).cpu(), want, str(lead))
@@ -70,7 +62,7 @@ def test_linear_has_the_bits_of_the_reference(dtype: torch.dtype, device: torch.
 
 def test_the_dequantized_weight() -> None:
     linear = float_linear()
-    assert torch.equal(made(linear).dequantize_weight().double(), values(linear.weight))
+    assert torch.equal(made(linear).dequantize_weight().double(), mxfp8_values(linear.weight))
 
 
 def test_state_copies_pickles_and_moves() -> None:
@@ -136,8 +128,9 @@ def test_the_bits_of_training(dtype: torch.dtype, device: torch.device) -> None:
     assert torch.equal(served(x), layer(x))
 
 
-def test_gradients_for_adapters(device: torch.device) -> None:
-    layer = made(float_linear().bfloat16().to(device))
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_for_adapters(kind: Any, device: torch.device) -> None:
+    layer = made(float_linear().bfloat16().to(device), kind)
     x = torch.randn(5, 64, device=device).bfloat16().requires_grad_()
     y = layer(x)
     assert_bits(y.detach(), layer(x.detach()))
@@ -146,9 +139,10 @@ def test_gradients_for_adapters(device: torch.device) -> None:
     assert_bits(dx, dy @ layer.dequantize_weight(torch.bfloat16))
 
 
-def test_compiled(device: torch.device) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_compiled(kind: Any, device: torch.device) -> None:
     torch._dynamo.reset()
-    layer = made(float_linear().bfloat16().to(device))
+    layer = made(float_linear().bfloat16().to(device), kind)
     run = torch.compile(layer, backend="aot_eager", fullgraph=True)
     x = torch.randn(5, 64, device=device).bfloat16()
     assert_bits(run(x), layer(x))
@@ -157,32 +151,28 @@ def test_compiled(device: torch.device) -> None:
 # ---- experts
 
 
-def stacks(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, ...]:
-    gen = torch.Generator().manual_seed(1)
-    shapes = ((G, 2 * INNER, D), (G, D, INNER), (G, 2 * INNER), (G, D))
-    return tuple((torch.randn(*s, generator=gen) * 0.2).to(device, dtype) for s in shapes)
-
-
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("activation", ["swiglu", "swiglu_oai"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=short)
 def test_experts_have_the_bits_of_their_products(
-    activation: Any, dtype: torch.dtype, device: torch.device
+    kind: Any, activation: Any, dtype: torch.dtype, device: torch.device
 ) -> None:
     """The products of each expert; on the CPU, where sums are exact, those of each token and expert too.
 
     A GPU may add the products of one row in another order than those of many.
     """
-    w13, w2, b13, b2 = stacks(device, dtype)
-    block = nn.Experts.from_float(w13, w2, b13, b2, activation=activation, activations="mxfp8")
-    assert isinstance(block.w13.weight, fp4gemm.MXFP8Tensor)
+    w13, w2, b13, b2 = expert_stacks(device, dtype)
+    block = nn.Experts.from_float(w13, w2, b13, b2, activation=activation, activations=kind)
     x = torch.randn(9, D, device=device).to(dtype)
     ids = torch.stack([torch.randperm(G)[:2] for _ in range(9)]).to(device)
     ids[3, 1] = -1
     weights = torch.rand(9, 2, device=device)
     mixed13, mixed_bias = (t.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2) for t in (w13, b13))
-    q13, q2 = fp4gemm.quantize_mxfp8(mixed13), fp4gemm.quantize_mxfp8(w2)
-    assert_bits(block.w13.weight.values, q13.values)
-    assert_bits(block.w13.weight.scales, q13.scales)
+    q13, q2 = KINDS[kind](mixed13), KINDS[kind](w2)
+    for held, cast in ((block.w13.weight, q13), (block.w2.weight, q2)):
+        assert type(held) is type(cast)
+        assert_bits(held._elements, cast._elements)
+        assert_bits(held.scales, cast.scales)
     got = block(x, ids, weights)
     assert_bits(block(x, ids, weights), got, "again")
     assert block(x[:0], ids[:0], weights[:0]).shape == (0, D)
@@ -216,7 +206,7 @@ def test_experts_have_the_bits_of_their_products(
 
 
 def test_state_of_experts_and_updates() -> None:
-    w13, w2, b13, b2 = stacks(torch.device("cpu"))
+    w13, w2, b13, b2 = expert_stacks(torch.device("cpu"))
     block = nn.Experts.from_float(w13, w2, b13, b2, activations="mxfp8")
     x, ids, weights = torch.randn(5, D).bfloat16(), torch.arange(5).view(5, 1) % G, torch.rand(5, 1)
     fresh = nn.Experts(G, D, INNER, bias=True, activations="mxfp8")
@@ -230,7 +220,7 @@ def test_state_of_experts_and_updates() -> None:
 
 def test_gradients_and_adapters_of_experts(device: torch.device) -> None:
     """A call that autograd records has the bits of one that it does not record, where sums are exact."""
-    w13, w2, b13, b2 = stacks(device)
+    w13, w2, b13, b2 = expert_stacks(device)
     block = nn.Experts.from_float(w13, w2, b13, b2, activations="mxfp8")
     x = torch.randn(5, D, device=device).bfloat16()
     ids, weights = torch.arange(5, device=device).view(5, 1) % G, torch.rand(5, 1, device=device)

@@ -7,6 +7,8 @@ from typing import Any
 import fp4gemm
 import torch
 from fp4gemm import nn
+from fp4gemm.reference import mxfp8
+from fp4gemm.reference.formats import decode_e8m0
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -17,6 +19,9 @@ BUFFER_DTYPES = {
     "weight_e4m3_max": torch.int32,
     "bias": torch.float32,
 }
+
+
+G, D, INNER = 4, 64, 96  # of expert_stacks: experts, hidden, intermediate
 
 
 def float_linear(k: int = 64, n: int = 24, bias: bool = True, **kwargs: object) -> torch.nn.Linear:
@@ -75,3 +80,18 @@ class Names(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.seen.append(str(func))
         return func(*args, **(kwargs or {}))
+
+
+def mxfp8_values(x: Tensor) -> Tensor:
+    """The values of x in MXFP8, in float64, by the reference alone."""
+    rows = x.detach().cpu().reshape(-1, x.shape[-1])
+    v, scales = mxfp8.quantize(rows, torch.float8_e4m3fn)
+    blocks = v.double().unflatten(-1, (-1, 32)) * decode_e8m0(scales).double().unsqueeze(-1)
+    return blocks.flatten(-2).view(x.shape)
+
+
+def expert_stacks(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, ...]:
+    """w13 (G, 2 INNER, D), w2 (G, D, INNER) and their biases."""
+    gen = torch.Generator().manual_seed(1)
+    shapes = ((G, 2 * INNER, D), (G, D, INNER), (G, 2 * INNER), (G, D))
+    return tuple((torch.randn(*s, generator=gen) * 0.2).to(device, dtype) for s in shapes)
