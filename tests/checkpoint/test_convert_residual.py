@@ -43,7 +43,7 @@ def of_layer(gen: torch.Generator, k: int, *, has_error: bool = True) -> InputSt
 
 
 def known(names: Any, *, has_error: bool = True) -> Statistics:
-    """Of each layer with such a name; those of a set share theirs."""
+    """The channels of each layer with such a name; the layers of a fused set share them."""
     gen, made = torch.Generator().manual_seed(3), {}
     modules = [name.removesuffix(".weight") for name in names if name.endswith("_proj.weight")]
     for end, k in (("q k v", HIDDEN), ("o", HIDDEN), ("gate up", HIDDEN), ("down", INTERMEDIATE)):

@@ -147,7 +147,7 @@ def quotients(acc, a: ep.Matrix, b: ep.Matrix, *, divisor):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("prepacked", [False, True], ids=["decoded", "prepacked"])
 def test_divisions(prepacked: bool, dtype: torch.dtype, gen: torch.Generator) -> None:
-    """Of numbers of every exponent, and in some rows of those alone that the fast division takes."""
+    """The numbers have every exponent; some rows have only numbers that the fast division takes."""
     m, n, k = 256, 512, 64
     special = torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan, 1e-45, -1e-39, 3e38])
     every = torch.randint(-(2**31), 2**31, (2, m, n), generator=gen).int().view(torch.float32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from typing import Any
 
 import fp4gemm
 import pytest
@@ -49,6 +50,19 @@ def _assert_close(found: torch.Tensor, wanted: torch.Tensor, activations: str, a
     torch.testing.assert_close(found, wanted, atol=atol, rtol=2**-7)
 
 
+def _replayed(layer: Any, x: torch.Tensor) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+    """A captured call of a layer and its result, after a replay with the bits of an eager call."""
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        layer(x)
+        with torch.cuda.graph(graph, stream=stream):
+            y = layer(x)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(y, layer(x))
+    return graph, y
+
+
 def test_a_layer_with_fp8_tokens_holds_the_bytes_for_them(vllm: types.SimpleNamespace) -> None:
     """int8 bytes in place of codes and scales, and the same choice by "auto"."""
     from fp4gemm.integrations.serving.choice import Device
@@ -74,15 +88,7 @@ def test_a_linear_layer(vllm: types.SimpleNamespace, activations: str, m: int) -
         parts = [serving.weight(N, K, seed + i, 1 + i).to("cuda") for i in range(2)]
         wanted[seed] = torch.cat([serving.product(x, w, None, activations) for w in parts], -1)
     _assert_close(layer(x), wanted[0], activations)
-    graph = torch.cuda.CUDAGraph()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        layer(x)
-        with torch.cuda.graph(graph, stream=stream):
-            y = layer(x)
-    graph.replay()
-    torch.cuda.synchronize()
-    assert torch.equal(y, layer(x))
+    graph, y = _replayed(layer, x)
     for name, parameter in layer.named_parameters():
         parameter.data.copy_(getattr(other, name))
     graph.replay()
@@ -107,14 +113,7 @@ def test_residual_channels(vllm: types.SimpleNamespace, m: int) -> None:
     wanted = [fp4gemm.mm(q, fp4gemm.repeat_columns(w, channels), out_dtype=torch.bfloat16) for w in parts]
     _assert_close(layer(x), torch.cat(wanted, -1).cuda(), "per-token", atol=1e-3)
     assert torch.equal(layer.residual_channels, on_gpu)
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        layer(x)
-        with torch.cuda.graph(graph, stream=stream):
-            y = layer(x)
-    graph.replay()
-    torch.cuda.synchronize()
-    assert torch.equal(y, layer(x))
+    _replayed(layer, x)
 
 
 @pytest.mark.parametrize("use_ep", [False, True], ids=["tensor", "expert"])
