@@ -24,7 +24,7 @@ def residual_channels(weights: Sequence[Tensor], quantization_errors: Sequence[T
 
     The cost of channel j is the squared error that its cast to NVFP4 causes in the outputs, with errors of
     channels that are independent: the sum over the layers of ``quantization_error[j] * sum_n w[n, j]^2``.
-    Of equal costs the first channel comes first.
+    Channels of equal cost are in ascending order.
 
     Args:
         weights: the float weight (n, k) of each layer that reads the input, as q, k and v do.
