@@ -18,6 +18,7 @@ from fp4gemm import reference
 from fp4gemm.calibration import Statistics
 from fp4gemm.models import select
 from fp4gemm.models.residual import choose
+from fp4gemm.nn._formats import Weight
 from torch import Tensor
 
 
@@ -50,13 +51,13 @@ class Operands(NamedTuple):
         values: Tensor = quantized.dequantize(torch.float32)
         return values.view(*x.shape[:-1], values.shape[1])
 
-    def of_weight(
-        self, w: fp4gemm.NVFP4Tensor | fp4gemm.MXFP8Tensor, channels: Tensor | None = None
-    ) -> Tensor:
+    def of_weight(self, w: Weight, channels: Tensor | None = None) -> Tensor:
         """The values (n, k) of a weight, in float32; (n, k + r) with the columns of channels again."""
-        if channels is not None and isinstance(w, fp4gemm.NVFP4Tensor):
+        if not isinstance(w, fp4gemm.NVFP4Tensor):
+            return w.dequantize(torch.float32)
+        if channels is not None:
             return fp4gemm.repeat_columns(w, channels).dequantize(torch.float32)
-        if self.tokens != "fp8" or isinstance(w, fp4gemm.MXFP8Tensor):
+        if self.tokens != "fp8":
             return w.dequantize(torch.float32)
         scales = w.compact_scales().float().repeat_interleave(16, dim=1)
         values = reference.decode_e2m1(w.codes) * scales

@@ -173,8 +173,8 @@ class Product:
         m = case.tokens
         if case.groups:
             self.ends = routed_ends(m, case.groups, 1)
-        offs = None if self.ends is None else self.ends.to(harness.device)
-        self.tokens = Tokens(weights, m, offs)
+        self.offs = None if self.ends is None else self.ends.to(harness.device)
+        self.tokens = Tokens(weights, m, self.offs)
         if self.forms[0] == "bf16":  # on a CPU the unquantized tokens are float32
             self.tokens.plain = [x.bfloat16() for x in self.tokens.plain]
         gen = harness.generator(m)
@@ -199,7 +199,7 @@ class Product:
         first, second = in_forms(self.weights, self.tokens, self.forms)
         count = max(len(first), len(second))
         pairs = [(first[i % len(first)], second[i % len(second)]) for i in range(count)]
-        return [partial(_results, self.tokens.offs, *pair, terms) for pair in pairs]
+        return [partial(_results, self.offs, *pair, terms) for pair in pairs]
 
     def terms(self, epilogue: fp4gemm.epilogues.Epilogue) -> dict[str, Any]:
         """The keywords of a product with an epilogue."""
@@ -224,10 +224,10 @@ class Product:
         )
 
     def _add(self, made: Contest) -> dense.Contenders | grouped.Contenders:
-        if self.ends is None:
+        if self.ends is None or self.offs is None:
             return dense.Contenders(made, self.harness, self.weights, self.tokens, self.case.tokens)
         add = grouped.Contenders(made, self.harness, self.weights, self.ends)
-        add.tokens, add.offs = self.tokens, self.tokens.offs
+        add.tokens, add.offs = self.tokens, self.offs
         return add
 
     def built_in(self, made: Contest) -> None:
