@@ -139,7 +139,7 @@ def test_other_activations_are_refused(activations: Any) -> None:
         (128, ValueError, "got 128 channels, must be a positive multiple of 32 and at most k, 96"),
         (channels(), TypeError, "got a torch.int32 tensor"),
     ],
-    ids=str,
+    ids=["bool", "negative", "step", "k", "tensor"],
 )
 def test_wrong_numbers_of_channels(value: Any, error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=f"^residual_channels: {says}"):
